@@ -24,8 +24,7 @@ from rollout_worker.drafting.index import POOL_TOKENS, LookUps
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits
-from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.draft_policy import DraftLimits, Marginal
 from rollout_worker.policy.step_cost import H100_7B
 
 GROUP = 8

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.vllm_patches import patch_draft_sampling
 from rollout_worker.engine.worker_extension import DraftingExtension, EngineExtension
 
 _FORCED_LOGIT = 3e4

@@ -43,7 +43,7 @@ from benchmarks.simulated_step import environment as simulated_step
 from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.ports import free_port
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.manifests import SMALL_CPU_ENGINE
 

@@ -57,7 +57,7 @@ from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.job.weight_transport import DirectoryTransport
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.redis_servers import Server
 

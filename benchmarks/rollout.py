@@ -67,7 +67,7 @@ def model_directory(name: str) -> Path:
     if name in MODELS:
         return MODELS[name](positions=POSITIONS)
     if name == "tiny":
-        from rollout_worker.runtime.model_cache import default_cache
+        from rollout_worker.runtime.command_line import default_cache
         from rollout_worker.tiny_model import ensure
 
         return ensure(default_cache() / "das" / "tiny-qwen3")[-1]

@@ -46,8 +46,7 @@ JOB = """## Job
 The head exports these metrics. `job` is `NAMESPACE/NAME`.
 
 - Counters of rollouts and tokens are those of the whole job: a new coordinator continues them.
-  `rollout_engines_lost_total`, `rollout_rollouts_migrated_total` and `rollout_dead_letters_total` begin at 0 with each
-  coordinator.
+  `rollout_engines_lost_total` and `rollout_dead_letters_total` begin at 0 with each coordinator.
 - `rollout_saved_ratio`, `rollout_remaining_seconds` and `rollout_tail_seconds` are absent while they are unknown. The
   first one uses each engine's fitted cost model ([budgets.md](budgets.md#the-cost-model)); it is `status.timeSaved` of
   the RolloutJob. More engines shorten the remaining time, but not the tail.
@@ -101,7 +100,6 @@ def job_metrics() -> list[Metric]:
             engine_errors={},
             environment_errors={},
             engines_lost=0,
-            migrated=0,
             dead_letters=0,
             weight_version=0,
             unread_bytes={},

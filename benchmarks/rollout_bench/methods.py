@@ -213,7 +213,6 @@ def _ours(
     max_draft: int = 16,
     min_survival: float = 0.0,
     runs_ahead: bool = False,
-    migrates: bool = True,
     governed: bool = True,
     has_shared_index: bool = False,
 ) -> Method:
@@ -223,7 +222,6 @@ def _ours(
         longest_first=True,
         shares_history=True,
         has_shared_index=has_shared_index,
-        migrates=migrates,
         runs_ahead=runs_ahead,
     )
 
@@ -235,7 +233,6 @@ def _clairvoyant() -> Method:
         knows_acceptance=True,
         longest_first=True,
         shares_history=True,
-        migrates=True,
     )
 
 

@@ -103,8 +103,6 @@ class CoordinatorStatus(TypedDict):
     ``reward``, ``timeout``, ``memory``, ``exit``, ``sampling`` or ``unavailable``."""
     engines_lost: int
     """Engines that this coordinator has lost."""
-    migrated: int
-    """Rollouts that this coordinator has migrated to idle engines."""
     dead_letters: int
     """Messages that this coordinator has moved to the dead letters."""
     unread_bytes: dict[str, int]

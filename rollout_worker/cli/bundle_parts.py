@@ -50,13 +50,10 @@ from rollout_worker.history_service.views import statistics_document
 from rollout_worker.job.coordinator.metrics import StatusMetrics
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.incoming import arrival_time
-from rollout_worker.launch.errors import StateError
-from rollout_worker.launch.job_recording import RECORDING_FILE
-from rollout_worker.launch.recorded_manifest import read_recorded_manifest
-from rollout_worker.launch.recorded_redis import read_recorded_redis
+from rollout_worker.launch.job_state import RECORDING_FILE, StateError, read_recorded_manifest, read_recorded_redis
 from rollout_worker.report.reading import read_recording
 from rollout_worker.report.recording import JobRecording, load_recording, save_recording
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 
 _Result = TypeVar("_Result")
 _MAX_REASON = 500

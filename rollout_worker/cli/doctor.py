@@ -14,7 +14,7 @@ from rich.text import Text
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_worker.cli.job_address import check_manifest
 from rollout_worker.doctor.findings import Section, Severity, as_json, has_errors
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 
 _ERRORS_FOUND = 1
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}

@@ -30,8 +30,8 @@ from rollout_worker.cli.job_address import JobAddressError
 from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.launch.errors import DeadlineError, StateError
-from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.launch.job_state import DeadlineError, StateError
+from rollout_worker.runtime.command_line import exit_with_error
 
 error_console = Console(stderr=True)
 

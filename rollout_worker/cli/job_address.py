@@ -16,8 +16,7 @@ from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, Ro
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect
-from rollout_worker.launch.job_state import recorded_job
-from rollout_worker.launch.recorded_redis import read_recorded_redis
+from rollout_worker.launch.job_state import read_recorded_redis, recorded_job
 
 
 def read_manifest(path: Path) -> RolloutJob:

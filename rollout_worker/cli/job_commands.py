@@ -27,7 +27,7 @@ from rollout_worker.cli.job_address import (
     find_job,
     find_job_directory,
 )
-from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.command_line import exit_with_error
 
 app = typer.Typer()
 console = Console()

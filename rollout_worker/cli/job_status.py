@@ -223,8 +223,7 @@ def _facts(status: CoordinatorStatus) -> Table:
     left = status["remaining_seconds"]
     remaining = f"; about {duration(left)} left" if left else ""
     table.add_row("requests", f"{status['requests']:,} open{remaining}")
-    migrated = f", {status['migrated']:,} migrated" if status["migrated"] else ""
-    table.add_row("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting{migrated}")
+    table.add_row("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting")
     table.add_row("speed", f"{status['tokens_per_second']:,.0f} tokens/s")
     accepted = f"{status['accepted_per_step']:.2f} tokens accepted per decoding step"
     table.add_row("drafts", accepted + _saving(status["saved"]))

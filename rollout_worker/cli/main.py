@@ -46,8 +46,7 @@ from rollout_worker.engine.model_source import (
     tokenizer_fingerprint,
 )
 from rollout_worker.job.dataset.report import EpochMode
-from rollout_worker.runtime.exit_message import exit_with_error
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache, exit_with_error
 
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 no such history or problem, or an unexpected error; "

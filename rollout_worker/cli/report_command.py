@@ -29,8 +29,7 @@ from rollout_worker.cli.job_address import (
     find_job_directory,
 )
 from rollout_worker.engine.model_source import local_tokenizer
-from rollout_worker.runtime.exit_message import exit_with_error
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache, exit_with_error
 
 if TYPE_CHECKING:
     from rollout_worker.cli.bundle_parts import Subject
@@ -115,7 +114,7 @@ def write_page(recording: JobRecording, file: Path) -> None:
 
 def write_page_of_run(directory: Path, file: Path) -> None:
     """Write the page about the job whose last run in the state directory *directory* has just ended."""
-    from rollout_worker.launch.job_recording import RECORDING_FILE
+    from rollout_worker.launch.job_state import RECORDING_FILE
 
     recording = directory / RECORDING_FILE
     if not recording.is_file():
@@ -159,7 +158,7 @@ def _read_job(
 
 def _saved_recording(job: str | None, file: Path | None, state: Path) -> Path | None:
     """Return the recording that the last ``rollout run`` of a job has saved; None if there is none."""
-    from rollout_worker.launch.job_recording import RECORDING_FILE
+    from rollout_worker.launch.job_state import RECORDING_FILE
 
     try:
         recording = find_job_directory(job, file=file, state=state) / RECORDING_FILE

@@ -38,7 +38,7 @@ from rollout_worker.cli.job_address import (
 from rollout_worker.history.store import HistoryStore, LengthLookup
 from rollout_worker.job.job_store import JobStore, RolloutProgress
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
-from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.command_line import exit_with_error
 
 app = typer.Typer()
 _WIDTH = 140

@@ -296,7 +296,7 @@ def _words(file: Path) -> list[str]:
 
 _REMEDY = "install das-rollout[worker,gpu], or das-rollout[worker,cpu] for engines on CPUs"
 _DEFECTS_ON_CPUS = ("vllm#55005", "vllm#48421")
-"""Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/compat.py."""
+"""Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/vllm_patches.py."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ def can_continue(sampling: Sampling) -> bool:
     vLLM receives the prefix as part of the prompt. This makes no difference for temperature, top_p, top_k, min_p, logit
     bias, allowed tokens and the repetition penalty, which counts prompts, too; ``max_tokens`` and ``min_tokens`` are
     reduced by its length. Stop strings are also found if they begin in the prefix
-    (:mod:`rollout_worker.engine.stop_strings`). It does make a difference for presence and frequency penalties, which
-    do not count prompts. A continued response with a seed has the same distribution but a different random stream, and
-    therefore other tokens.
+    (:mod:`rollout_worker.engine.sampling_params`). It does make a difference for presence and frequency penalties,
+    which do not count prompts. A continued response with a seed has the same distribution but a different random
+    stream, and therefore other tokens.
     """
     return not (sampling.presence_penalty or sampling.frequency_penalty)
 

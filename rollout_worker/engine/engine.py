@@ -14,12 +14,9 @@ from typing import Any
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.checkpoint_check import BroadcastWeights
-from rollout_worker.engine.compat import engine_args
-from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
-from rollout_worker.engine.decoding_pause import DecodingPause
+from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
 from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
-from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
+from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.patched_checkpoint import DeltaVersion
 from rollout_worker.engine.response import GenerationResult
@@ -28,6 +25,8 @@ from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 
+_HISTORY_POLL_INTERVAL_S = 0.02
+"""Seconds between two checks whether the announced history can be drafted from."""
 _STARTING = threading.Lock()
 """Held while an engine of this process starts. vLLM inherits this process's environment variables and replaces its
 metrics in the process's registry, so that two engines that start at the same time can take each other's variables, or
@@ -292,7 +291,7 @@ class Engine:
         )
         deadline = time.monotonic() + timeout_s
         while not (ready := await self._is_history_ready()) and time.monotonic() < deadline:
-            await asyncio.sleep(HISTORY_POLL_INTERVAL_S)
+            await asyncio.sleep(_HISTORY_POLL_INTERVAL_S)
         return ready
 
     async def _is_history_ready(self) -> bool:

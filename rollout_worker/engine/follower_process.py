@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from rollout_worker.engine.compat import engine_args
+from rollout_worker.engine.config import engine_args
 
 
 def main() -> int:

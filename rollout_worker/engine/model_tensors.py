@@ -1,8 +1,8 @@
 """The weights of a running engine's model, in the form in which vLLM computes with them.
 
 After loading, vLLM shards, fuses and repacks the tensors of a checkpoint. Two engines of the same job do this in the
-same way, so that the tensors of one can be copied into the other, rank by rank. Like :mod:`compat`, this module depends
-on vLLM's version (0.32).
+same way, so that the tensors of one can be copied into the other, rank by rank. This module depends on vLLM's
+version (0.32).
 """
 
 from __future__ import annotations

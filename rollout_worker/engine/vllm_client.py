@@ -7,8 +7,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from rollout_worker.engine.errors import EngineError, translate_errors
-from rollout_worker.engine.limits import LIVENESS_CHECK_INTERVAL_S
 
+_LIVENESS_CHECK_INTERVAL_S = 0.5
+"""Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
 _Reply = TypeVar("_Reply")
 
 
@@ -42,7 +43,7 @@ class VllmClient:
         """
         task = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait((task,), timeout=LIVENESS_CHECK_INTERVAL_S))[0]:
+            while not (await asyncio.wait((task,), timeout=_LIVENESS_CHECK_INTERVAL_S))[0]:
                 if self.stopped:
                     raise EngineError("vLLM's core process has died")
             return task.result()
@@ -80,6 +81,34 @@ def ignore_failure(future: asyncio.Future[Any]) -> None:
     """
     if not future.cancelled():
         future.exception()
+
+
+def model_end_tokens(llm: Any) -> frozenset[int]:
+    """Return the tokens with which the model of an ``AsyncLLM`` ends its responses."""
+    from vllm import SamplingParams
+
+    params = SamplingParams()
+    params.update_from_generation_config(
+        llm.model_config.try_get_generation_config(), getattr(llm.get_tokenizer(), "eos_token_id", None)
+    )
+    return frozenset(params.all_stop_token_ids)
+
+
+def num_output_tokens(llm: Any, request_id: str) -> int:
+    """Return how many tokens of a response vLLM's frontend process has received, whether or not it has returned them.
+
+    The result is 0 for a request that it does not have.
+    """
+    processor = llm.output_processor
+    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
+    return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
+
+
+def own_address() -> str:
+    """Return the address by which other machines reach this one."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 def _do_nothing() -> None:

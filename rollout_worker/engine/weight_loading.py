@@ -19,9 +19,8 @@ from rollout_worker.engine.checkpoint_check import (
     check_tensors,
 )
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.decoding_pause import DecodingPause
 from rollout_worker.engine.errors import EngineError, translate_errors
-from rollout_worker.engine.generation import ResponseGenerator
+from rollout_worker.engine.generation import DecodingPause, ResponseGenerator
 from rollout_worker.engine.limits import MAX_READING_PAUSE_S
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.engine.patched_checkpoint import DeltaVersion, PatchedCheckpoint

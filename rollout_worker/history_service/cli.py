@@ -68,8 +68,7 @@ from rollout_worker.history_service.views import (
     show_rollout,
     statistics_document,
 )
-from rollout_worker.runtime.exit_message import exit_with_error
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache, exit_with_error
 
 app = typer.Typer(
     name="rollout-history",

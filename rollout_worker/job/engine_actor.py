@@ -23,11 +23,11 @@ import psutil
 import uvloop
 
 from rollout_api.ports import free_port
-from rollout_worker.engine.compat import own_address
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.model_source import ModelError
+from rollout_worker.engine.vllm_client import own_address
 from rollout_worker.job.engine_group import EngineGroup
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.fleet import EngineState

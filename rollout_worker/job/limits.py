@@ -65,7 +65,7 @@ class CoordinatorLimits:
     status_interval_s: float = 1.0
     """Time between two publications of the status."""
     reconcile_interval_s: float = 10.0
-    """Time between two comparisons with Redis, which find events that were missed, and two plans of migrations."""
+    """Time between two comparisons with Redis, which find events that were missed."""
     answer_batch: int = 256
     """Maximum number of rollouts that are answered without an engine in one pass, so that other work is not delayed."""
     isolation_threshold: int = 3

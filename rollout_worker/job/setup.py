@@ -13,7 +13,7 @@ from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.model_source import resolve_model
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import JobStore
@@ -25,8 +25,8 @@ from rollout_worker.job.weight_transport import (
     DirectoryTransport,
     WeightTransport,
 )
-from rollout_worker.policy.policies import max_draft_length
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.policy.draft_policy import max_draft_length
+from rollout_worker.runtime.command_line import default_cache
 
 
 @dataclass(frozen=True)

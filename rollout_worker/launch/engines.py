@@ -4,28 +4,116 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+import redis
 
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.engine_watcher import EngineWatcher
-from rollout_worker.launch.limits import (
-    FLEET_FAILURE_TIMEOUT_S,
-    FLEET_STOP_TIMEOUT_S,
-    RAY_RETRY_DELAY_S,
-    RAY_START_ATTEMPTS,
-)
 from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
 from rollout_worker.runtime.child_process import Reaper
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import EngineState, Fleet
 
+
 logger = logging.getLogger(__name__)
+
+ENGINE_POLL_INTERVAL_S = 0.25
+"""Seconds after which the watcher of the engines' processes also watches new ones."""
+_REDIS_RETRY_DELAY_S = 2.0
+"""Seconds after which something is repeated that failed because of Redis."""
+_RAY_START_ATTEMPTS = 5
+"""Number of attempts to start Ray."""
+_RAY_RETRY_DELAY_S = 2.0
+"""Seconds after which Ray is started again."""
+_FLEET_FAILURE_TIMEOUT_S = 60.0
+"""Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
+_FLEET_STOP_TIMEOUT_S = 5.0
+"""Seconds to wait for the fleet's call of Ray at the end."""
+
+
+class EngineWatcher:
+    """A thread that ends the lease of an engine as soon as the engine's process has ended.
+
+    Its rollouts then continue on other engines within a fraction of a second. Without the watcher, they would continue
+    when the lease expires. A process is watched before its engine registers, so that no time is left in which its death
+    would not be noticed; the ids of the engine are looked up once it has died.
+    """
+
+    def __init__(self, store: LauncherStore, worker: str) -> None:
+        """Watch no process yet.
+
+        Args:
+            store: the job's state in Redis.
+            worker: id of the worker process that the engines belong to.
+        """
+        self._store, self._worker = store, worker
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
+        """Process id → file descriptor, which becomes readable when the process ends."""
+        self._ended: set[int] = set()
+        """Processes that have ended, until the leases of their engines are ended."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and wait for its end."""
+        self._stopping.set()
+        self._thread.join()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def watch(self, pid: int) -> None:
+        """Watch the process of an engine's actor. Where processes cannot be watched, the lease expires."""
+        with self._lock:
+            if pid in self._descriptors:
+                return
+            try:
+                self._descriptors[pid] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.add(pid)
+            except OSError as error:
+                logger.debug("Process %d cannot be watched: %s", pid, error)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wait()
+            with self._lock:
+                ended = set(self._ended)
+            try:
+                for pid in ended:
+                    for engine in self._store.end_leases(self._worker, pid):
+                        logger.warning("The process of engine %s has ended; its rollouts continue elsewhere.", engine)
+                    with self._lock:
+                        self._ended.discard(pid)
+            except redis.RedisError as error:
+                logger.debug("The leases of engines that have ended cannot be ended; trying again: %s", error)
+                self._stopping.wait(_REDIS_RETRY_DELAY_S)
+
+    def _wait(self) -> None:
+        """Wait for a moment, and note which engines' processes have ended meanwhile."""
+        poll = select.poll()
+        with self._lock:
+            processes = {descriptor: pid for pid, descriptor in self._descriptors.items()}
+        for descriptor in processes:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(ENGINE_POLL_INTERVAL_S * 1000):
+            pid = processes[descriptor]
+            with self._lock:
+                del self._descriptors[pid]
+                self._ended.add(pid)
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -57,9 +145,9 @@ def check_ray(fleet: Fleet) -> None:
     Raises:
         EngineError: if it has not answered for long.
     """
-    if fleet.failing_seconds > FLEET_FAILURE_TIMEOUT_S:
+    if fleet.failing_seconds > _FLEET_FAILURE_TIMEOUT_S:
         raise EngineError(
-            f"Ray has not answered for {FLEET_FAILURE_TIMEOUT_S:.0f} s; its logs are in /tmp/ray/session_latest/logs"
+            f"Ray has not answered for {_FLEET_FAILURE_TIMEOUT_S:.0f} s; its logs are in /tmp/ray/session_latest/logs"
         )
 
 
@@ -78,10 +166,10 @@ def _start_ray(engines: int, terminated: threading.Event) -> Reaper:
             reaper.track_descendants()
             reaper.close()
             failures += 1
-            if not isinstance(error, EngineError) or failures == RAY_START_ATTEMPTS:
+            if not isinstance(error, EngineError) or failures == _RAY_START_ATTEMPTS:
                 raise
             logger.warning("Starting Ray again: %s", error)
-            terminated.wait(RAY_RETRY_DELAY_S)
+            terminated.wait(_RAY_RETRY_DELAY_S)
         else:
             reaper.track_descendants()
             return reaper
@@ -113,5 +201,5 @@ def _fleet(setup: JobSetup, reaper: Reaper) -> Iterator[Fleet]:
         yield fleet
     finally:
         stopping.set()
-        thread.join(FLEET_STOP_TIMEOUT_S)  # a call of Ray may hang
+        thread.join(_FLEET_STOP_TIMEOUT_S)  # a call of Ray may hang
         watcher.stop()

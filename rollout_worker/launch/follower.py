@@ -28,11 +28,14 @@ from rollout_worker.engine.config import engine_environment
 from rollout_worker.job.job_store.engine_groups import EngineGroupStore, GroupMember, GroupOffer
 from rollout_worker.job.limits import GROUP_INTERVAL_S, GROUP_LOSS_S
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.limits import FOLLOWER_POLL_INTERVAL_S, HANDOVER_MARGIN_S
+from rollout_worker.launch.worker import HANDOVER_MARGIN_S
 from rollout_worker.runtime.child_process import spawn_with_parent
 from rollout_worker.runtime.readiness import ReadinessServer
 
 logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.25
+"""Seconds between two looks at the leader's offer and at the own part of the engine."""
 
 
 def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
@@ -53,12 +56,12 @@ def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
     follower = Follower(setup.group_store(), rank, model, _environment(setup, model))
     readiness = ReadinessServer(http_port, follower.why_not_ready) if http_port else None
     try:
-        while not terminated.wait(FOLLOWER_POLL_INTERVAL_S):
+        while not terminated.wait(_POLL_INTERVAL_S):
             follower.run_once()
         deadline = time.monotonic() + setup.job.spec.workers.drain_seconds + HANDOVER_MARGIN_S
         while follower.takes_part and time.monotonic() < deadline:
             follower.run_once(may_start=False)
-            time.sleep(FOLLOWER_POLL_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
     finally:
         follower.leave()
         if readiness is not None:

@@ -26,10 +26,14 @@ from rollout_worker.engine.model_source import load_tokenizer, resolve_model, to
 from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_worker.job.job_store.launcher import HeadFacts, LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.limits import POLL_INTERVAL_S, REDIS_RETRY_DELAY_S
 from rollout_worker.launch.services import JobServices
 
 logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.5
+"""Seconds between two checks of the job or of Ray."""
+_REDIS_RETRY_DELAY_S = 2.0
+"""Seconds after which something is repeated that failed because of Redis."""
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """File that Kubernetes reads as a container's termination message (default ``terminationMessagePath``), up to 4 KiB."""
@@ -99,7 +103,7 @@ async def run_head(setup: JobSetup, load_dataset: Callable[[], Dataset | None]) 
         while not services.ended():
             if sampling.done():
                 sampling.result()
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         await asyncio.to_thread(_write_termination_message, LauncherStore(server, setup.keys))
     finally:
         await cancel_and_wait(sampling)
@@ -140,4 +144,4 @@ async def _sample_dataset(setup: JobSetup, load_dataset: Callable[[], Dataset | 
                 logger.warning("Waiting for the coordinator: %s", error)
             else:
                 return
-            await asyncio.sleep(REDIS_RETRY_DELAY_S)
+            await asyncio.sleep(_REDIS_RETRY_DELAY_S)

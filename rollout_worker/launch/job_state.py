@@ -1,4 +1,7 @@
-"""The state directory of a job that runs on one machine."""
+"""The state directory of a job that runs on one machine: its lock, the job's identity, and records for other commands.
+
+The records say with which manifest the job was started, and where its Redis is.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +24,23 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ending import drain_outbox
 from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.launch.errors import StateError
-from rollout_worker.launch.limits import STATE_LOCK_POLL_INTERVAL_S, STATE_LOCK_TIMEOUT_S
+
+_STATE_LOCK_TIMEOUT_S = 10.0
+"""Seconds to wait for the lock of a state directory."""
+_STATE_LOCK_POLL_INTERVAL_S = 0.1
+"""Seconds between two attempts to take the lock."""
+RECORDING_FILE = "recording.json.gz"
+"""Name of the file in a state directory with the recording of its job, from which reports are made."""
+_MANIFEST_FILE = "manifest.json"
+REDIS_FILE = "redis-server.json"
+
+
+class StateError(RuntimeError):
+    """The state directory cannot be used. The text says why, and what to do."""
+
+
+class DeadlineError(RuntimeError):
+    """The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
 
 
 @contextmanager
@@ -42,7 +61,7 @@ def lock_state_directory(directory: Path) -> Iterator[int]:
     except OSError as error:
         raise StateError(f"cannot use the state directory {directory}: {error.strerror}") from None
     try:
-        deadline = time.monotonic() + STATE_LOCK_TIMEOUT_S
+        deadline = time.monotonic() + _STATE_LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +72,7 @@ def lock_state_directory(directory: Path) -> Iterator[int]:
                         f"another run of this job holds {directory}; wait until it ends, stop it, or choose another "
                         "directory with --state-dir"
                     ) from None
-                time.sleep(STATE_LOCK_POLL_INTERVAL_S)
+                time.sleep(_STATE_LOCK_POLL_INTERVAL_S)
         yield lock
     finally:
         os.close(lock)
@@ -161,3 +180,61 @@ class JobState:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._content, indent=1))
         temporary.replace(self._path)
+
+
+def record_manifest(directory: Path, job: RolloutJob) -> None:
+    """Write the manifest to a file that only its owner can read, because it may contain a password of Redis."""
+    temporary = directory / f"{_MANIFEST_FILE}.tmp"
+    temporary.touch(mode=0o600)
+    temporary.write_text(json.dumps(job.model_dump(mode="json", by_alias=True), indent=1))
+    temporary.replace(directory / _MANIFEST_FILE)
+
+
+def read_recorded_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of the last run of the job in *directory*; None if none was recorded.
+
+    Raises:
+        StateError: if the file cannot be read.
+    """
+    path = directory / _MANIFEST_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StateError(f"cannot read {path}: {error}") from None
+    return manifest
+
+
+@dataclass(frozen=True)
+class RecordedRedis:
+    """The Redis server of a job."""
+
+    url: str
+    embedded: bool
+    """Whether ``rollout run`` has started the server, which then ends with it."""
+
+
+def record_redis(directory: Path, server: RecordedRedis) -> None:
+    """Write the server of the job in *directory* to a file that only its owner can read, because of the password."""
+    temporary = directory / f"{REDIS_FILE}.tmp"
+    temporary.touch(mode=0o600)
+    temporary.write_text(json.dumps(asdict(server)))
+    temporary.replace(directory / REDIS_FILE)
+
+
+def read_recorded_redis(directory: Path) -> RecordedRedis | None:
+    """Return the last server of the job in *directory*; None if the job has not run there.
+
+    Raises:
+        StateError: if the file cannot be read.
+    """
+    path = directory / REDIS_FILE
+    try:
+        return RecordedRedis(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise StateError(f"cannot read {path}; run the job again, which writes the file anew") from None

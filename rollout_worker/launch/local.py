@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,30 +33,42 @@ from rollout_worker.job.dataset.trainer import DatasetTrainer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.engine_logs import engine_logs
 from rollout_worker.launch.engines import check_ray, running_engines
-from rollout_worker.launch.errors import DeadlineError
-from rollout_worker.launch.job_recording import recorded
-from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
-from rollout_worker.launch.limits import (
-    CLOSE_TIMEOUT_S,
-    END_POLL_INTERVAL_S,
-    ENGINES_READY_POLL_INTERVAL_S,
-    PROGRESS_INTERVAL_S,
-    REDIS_CHECK_INTERVAL_S,
-    SHARED_GPU_MEMORY_UTILIZATION,
+from rollout_worker.launch.job_state import (
+    RECORDING_FILE,
+    REDIS_FILE,
+    DeadlineError,
+    JobState,
+    RecordedRedis,
+    lock_state_directory,
+    log_directory,
+    record_manifest,
+    record_redis,
 )
-from rollout_worker.launch.recorded_manifest import record_manifest
-from rollout_worker.launch.recorded_redis import RECORD_FILE, RecordedRedis, record_redis
-from rollout_worker.launch.services import JobServices
+from rollout_worker.launch.local_ray import engine_logs
+from rollout_worker.launch.services import END_POLL_INTERVAL_S, JobServices
+from rollout_worker.report.reading import NothingToReportError, read_recording
+from rollout_worker.report.recording import save_recording
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.runtime.log_files import logging_to_file
-from rollout_worker.runtime.model_cache import default_cache
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
 
+
 logger = logging.getLogger(__name__)
+
+_ENGINES_READY_POLL_INTERVAL_S = 0.2
+"""Seconds between two checks whether the engines serve."""
+_REDIS_CHECK_INTERVAL_S = 0.5
+"""Seconds between two checks whether Redis accepts writes."""
+_CLOSE_TIMEOUT_S = 10.0
+"""Seconds for which a run waits, after its dataset is finished, until its coordinator has closed the job."""
+_PROGRESS_INTERVAL_S = 30.0
+"""Seconds between two lines about the progress of a job that serves trainers."""
+_SHARED_GPU_MEMORY_UTILIZATION = 0.45
+"""Share of a GPU's memory for each engine if the job's engines and those of a baseline use the same GPUs."""
 
 _Result = TypeVar("_Result")
 
@@ -216,7 +229,7 @@ async def _wait_engines_ready(job_store: JobStore, fleet: Fleet, count: int) -> 
         for name, error in fleet.errors.items():
             raise EngineError(f"{name} cannot start: {error}")
         check_ray(fleet)
-        await asyncio.sleep(ENGINES_READY_POLL_INTERVAL_S)
+        await asyncio.sleep(_ENGINES_READY_POLL_INTERVAL_S)
 
 
 async def _check_processes(services: JobServices, fleet: Fleet) -> NoReturn:
@@ -261,7 +274,7 @@ async def _sample(
 ) -> JobReport:
     """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
     report = await run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-    await services.wait_ended(CLOSE_TIMEOUT_S)
+    await services.wait_ended(_CLOSE_TIMEOUT_S)
     return report
 
 
@@ -272,12 +285,12 @@ async def _serve(
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
     notify(f"Status: `rollout status {name}`, `rollout top {name}`, http://{setup.http_host}:{setup.http_port}/status")
-    store, done, next_line = LauncherStore(server, setup.keys), 0, time.monotonic() + PROGRESS_INTERVAL_S
+    store, done, next_line = LauncherStore(server, setup.keys), 0, time.monotonic() + _PROGRESS_INTERVAL_S
     while not services.ended():
         await asyncio.sleep(END_POLL_INTERVAL_S)
         if time.monotonic() < next_line:
             continue
-        next_line = time.monotonic() + PROGRESS_INTERVAL_S
+        next_line = time.monotonic() + _PROGRESS_INTERVAL_S
         try:
             status = await run_in_daemon_thread(partial(retry, store.status))  # Ctrl-C does not have to wait for Redis
         except ValueError:  # a defect; the next status may be readable
@@ -314,7 +327,7 @@ async def _check_redis(job_store: LauncherStore, url: str, notify: Callable[[str
         except redis.RedisError as error:
             notify(f"Stopping the job: {explain_error(error, url)}")
             raise
-        await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
+        await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
 
 
 def _baselines(job: RolloutJob, options: RunOptions) -> list[EpochMode]:
@@ -325,7 +338,7 @@ def _baselines(job: RolloutJob, options: RunOptions) -> list[EpochMode]:
 
 def _engine_overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:
     if job.spec.workers.gpus_per_worker and EpochMode.NON_SPECULATIVE in options.baselines:
-        return {"gpu_memory_utilization": SHARED_GPU_MEMORY_UTILIZATION}
+        return {"gpu_memory_utilization": _SHARED_GPU_MEMORY_UTILIZATION}
     return {}
 
 
@@ -385,7 +398,7 @@ def _redis_url(
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
     notify(
         f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}, and its URL with its "
-        f"password in {directory / RECORD_FILE}."
+        f"password in {directory / REDIS_FILE}."
     )
     try:
         url = server.start()
@@ -393,3 +406,62 @@ def _redis_url(
         yield url
     finally:
         server.stop()
+
+
+@contextmanager
+def recorded(
+    setup: JobSetup,
+    directory: Path,
+    tokenizer: Any,
+    prompts: Mapping[str, Sequence[int]],
+    notify: Callable[[str], None],
+) -> Iterator[None]:
+    """Save the recording of a job to *directory* at the end of the context, unless Redis has failed in it.
+
+    Args:
+        setup: the job.
+        directory: its state directory.
+        tokenizer: the tokenizer of its model.
+        prompts: token ids of the prompts by problem, as far as they are known.
+        notify: receives a message for the user if the recording cannot be saved.
+    """
+    try:
+        yield
+    except redis.RedisError:
+        raise
+    except BaseException:
+        _save_recording(setup, directory, tokenizer, prompts, notify)
+        raise
+    _save_recording(setup, directory, tokenizer, prompts, notify)
+
+
+def _save_recording(
+    setup: JobSetup,
+    directory: Path,
+    tokenizer: Any,
+    prompts: Mapping[str, Sequence[int]],
+    notify: Callable[[str], None],
+) -> None:
+    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
+    reading = read_recording(
+        setup.redis_url,
+        setup.uid,
+        name=name,
+        history_url=setup.history_url,
+        tokenizer_of=lambda _: tokenizer,
+        prompts=prompts,
+    )
+    try:
+        # In an event loop of its own, because that of the job may be about to be cancelled again.
+        with ThreadPoolExecutor(1) as executor:
+            recording = executor.submit(asyncio.run, reading).result()
+        save_recording(recording, directory / RECORDING_FILE)
+    except NothingToReportError:
+        return
+    except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
+        logger.warning(
+            "Cannot record job %s",
+            name,
+            exc_info=not isinstance(error, redis.RedisError | RedisUnusableError | OSError),
+        )
+        notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")

@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.services import EXIT_SUPERSEDED, Service
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.limits import (
-    END_POLL_INTERVAL_S,
-    FIRST_SERVICE_RESTART_DELAY_S,
-    MAX_SERVICE_RESTART_DELAY_S,
-    RELAY_START_DELAY_S,
-    SERVICE_POLL_INTERVAL_S,
-    SERVICE_STOP_TIMEOUT_S,
-    STABLE_SERVICE_S,
-)
 from rollout_worker.runtime.child_process import spawn_with_parent
 
 logger = logging.getLogger(__name__)
+
+_RELAY_START_DELAY_S = 1.0
+"""Seconds after the coordinator at which the relay starts."""
+_SERVICE_POLL_INTERVAL_S = 0.05
+"""Seconds between two checks whether the processes are running."""
+_FIRST_SERVICE_RESTART_DELAY_S = 0.1
+"""Seconds after which a process that has ended is started again; the delay doubles with each consecutive failure."""
+_MAX_SERVICE_RESTART_DELAY_S = 10.0
+"""Maximum of this delay, in seconds."""
+_STABLE_SERVICE_S = 60.0
+"""Seconds after which a process that ends is no longer considered to fail again."""
+_SERVICE_STOP_TIMEOUT_S = 20.0
+"""Seconds that the relay has to complete its batch and the maintenance of the history; each takes 15 s at most."""
+END_POLL_INTERVAL_S = 0.2
+"""Seconds between two checks whether the job has ended."""
 
 
 @dataclass
@@ -87,7 +93,7 @@ class JobServices:
         # Rollouts wait for the coordinator, so on a busy machine it should have the processor for itself at first.
         services = {
             Service.COORDINATOR: _Supervised(),
-            Service.RELAY: _Supervised(start_at=time.monotonic() + RELAY_START_DELAY_S),
+            Service.RELAY: _Supervised(start_at=time.monotonic() + _RELAY_START_DELAY_S),
         }
         while not self._stopping.is_set():
             for service, supervised in services.items():
@@ -96,13 +102,13 @@ class JobServices:
                 elif time.monotonic() >= supervised.start_at:
                     self._start(service, supervised)
             self._started.set()
-            self._stopping.wait(SERVICE_POLL_INTERVAL_S)
+            self._stopping.wait(_SERVICE_POLL_INTERVAL_S)
         running = [supervised.process for supervised in services.values() if supervised.process is not None]
         for process in running:
             process.terminate()
         for process in running:
             try:
-                process.wait(SERVICE_STOP_TIMEOUT_S)
+                process.wait(_SERVICE_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -115,13 +121,13 @@ class JobServices:
             self._coordinator_code = code
             supervised.process, supervised.start_at = None, math.inf
             return
-        if time.monotonic() - supervised.started_at > STABLE_SERVICE_S:
+        if time.monotonic() - supervised.started_at > _STABLE_SERVICE_S:
             supervised.failures = 0
         self._postpone(supervised)
         logger.warning("The %s has ended with status %s and is restarted.", service, code)
 
     def _postpone(self, supervised: _Supervised) -> None:
-        delay = min(FIRST_SERVICE_RESTART_DELAY_S * 2**supervised.failures, MAX_SERVICE_RESTART_DELAY_S)
+        delay = min(_FIRST_SERVICE_RESTART_DELAY_S * 2**supervised.failures, _MAX_SERVICE_RESTART_DELAY_S)
         supervised.process, supervised.start_at = None, time.monotonic() + delay
         supervised.failures += 1
 

@@ -23,17 +23,19 @@ from rollout_api.redis_client.connection import connect, connect_history
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.engines import check_ray, running_engines
-from rollout_worker.launch.limits import (
-    HANDOVER_MARGIN_S,
-    POLL_INTERVAL_S,
-    SHUTDOWN_POLL_INTERVAL_S,
-)
 from rollout_worker.runtime.readiness import ReadinessServer
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
 
 logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.5
+"""Seconds between two checks of the job or of Ray."""
+HANDOVER_MARGIN_S = 10.0
+"""Seconds after ``workers.drainSeconds`` that engines have to hand over their rollouts."""
+_SHUTDOWN_POLL_INTERVAL_S = 0.25
+"""Seconds between two checks whether a worker's engines have left the job."""
 
 
 def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
@@ -63,7 +65,7 @@ def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
         try:
             with running_engines(setup, terminated) as fleet:
                 readiness.fleet = fleet
-                while not terminated.wait(POLL_INTERVAL_S):
+                while not terminated.wait(_POLL_INTERVAL_S):
                     check_ray(fleet)
                 shut_down_engines(job_store, setup.worker, fleet, float(setup.job.spec.workers.drain_seconds))
         except KeyboardInterrupt:
@@ -103,7 +105,7 @@ def shut_down_engines(job_store: LauncherStore, worker: str, fleet: Fleet, grace
         logger.warning("Cannot tell the engines through Redis to leave (%s); their leases will expire.", error)
         return
     while time.monotonic() < deadline and fleet.num_serving:
-        time.sleep(SHUTDOWN_POLL_INTERVAL_S)
+        time.sleep(_SHUTDOWN_POLL_INTERVAL_S)
 
 
 @dataclass

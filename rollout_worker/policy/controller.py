@@ -9,12 +9,16 @@ import numpy as np
 
 from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
-from rollout_worker.policy.draft_policy import DraftBudgets, DraftPolicy
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
-from rollout_worker.policy.idle_backoff import IdleBackoff
-from rollout_worker.policy.rollout_table import Column
 from rollout_worker.policy.step_cost import StepCost
 
+_STEPS_UNTIL_SKIPPING = 4
+"""Number of consecutive steps without drafts after which steps are skipped."""
+_STEPS_BETWEEN_SKIPS = 2
+"""Number of steps in which drafts are looked for between two series of skipped steps. It takes two to time a step."""
+_MAX_SKIPPED_STEPS = 16
+"""Maximum number of consecutive steps that are skipped."""
 _REFERENCE_INTERVAL_STEPS = 256
 """One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
 _FIRST_STEPS_WITH_DRAFTS = 8
@@ -23,6 +27,37 @@ _EARLY_REFERENCE_STEPS = (64, 128)
 """Earlier steps with drafts that are decoded without them as well."""
 _EARLY_REFERENCE_STEPS_WITH_EXPERTS = (4, 8, 16, 32, 64, 128)
 """The same for a mixture of experts, of which less is known beforehand about what drafts cost."""
+
+
+class IdleBackoff:
+    """Lets the drafter skip steps while nothing is drafted, because looking for drafts takes time, too.
+
+    The number of skipped steps doubles up to 16 while nothing is drafted. As soon as something is drafted, no step is
+    skipped.
+    """
+
+    def __init__(self) -> None:
+        self._steps_left = _STEPS_UNTIL_SKIPPING
+        """Number of steps without drafts until steps are skipped again."""
+        self._series_length = 1
+        self._skips_left = 0
+
+    def skip_step(self) -> bool:
+        """Return whether the drafter skips this step. Call it once per step."""
+        if self._skips_left:
+            self._skips_left -= 1
+            return True
+        return False
+
+    def record_step(self, drafted: bool) -> None:
+        """Record whether anything was drafted in a step that was not skipped."""
+        if drafted:
+            self._steps_left, self._series_length = _STEPS_UNTIL_SKIPPING, 1
+            return
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._series_length = min(2 * self._series_length, _MAX_SKIPPED_STEPS)
+            self._steps_left, self._skips_left = _STEPS_BETWEEN_SKIPS, self._series_length
 
 
 class StepOutcome(NamedTuple):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode, WeightSpan
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.response import GenerationResult

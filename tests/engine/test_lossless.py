@@ -11,7 +11,7 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, RolloutRequest
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.store import HistoryStore

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rollout_api import ModelInMemory, UpdateMode
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.checkpoint_check import BroadcastWeights
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config, needs_v2, start_with_extension

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import AdmissionError
 from rollout_worker.history.store import HistoryStore

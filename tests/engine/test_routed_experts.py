@@ -16,7 +16,7 @@ from rollout_api.arrays import routed_experts_array
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
 from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.response import GenerationResult, routed_experts_of

@@ -15,7 +15,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import decode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
-from rollout_worker.engine.stop_strings import StopStrings, token_decoder
+from rollout_worker.engine.sampling_params import StopStrings, token_decoder
 from tests.support.engines import EngineHarness
 from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, prefix_of
 

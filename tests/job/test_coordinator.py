@@ -560,42 +560,6 @@ def test_a_prefix_that_is_too_old_is_refused(run: Run) -> None:
     run(scenario)
 
 
-def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run) -> None:
-    async def scenario(job: CoordinatorHarness) -> None:
-        # A step takes one second per rollout.
-        slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
-        bound = request("bound", n=2, sampling={"presence_penalty": 0.5, "max_tokens": 400})
-        async with job.coordinator() as coordinator, job.engine("a", max_running=16, counters=slow) as a:
-            job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), bound)
-            await job.inbox(a, 8)
-            async with job.engine("b", max_running=16, counters=slow):
-
-                async def migrations() -> list[Order]:
-                    orders = await job.job_store.assignments.inbox(a)
-                    return [order for order in orders if order.kind is OrderKind.MIGRATE]
-
-                migrating = await wait_for_async(migrations)
-                # About half of the rollouts migrate, and none that cannot continue from a partial.
-                assert {"r"} == {order.request_id for order in migrating}
-                assert 3 <= len(migrating) <= 5
-                migrated = migrating[0].assignment
-                assert migrated is not None
-                (order,) = [
-                    order
-                    for order in await job.job_store.assignments.inbox(a)
-                    if order.kind is OrderKind.SAMPLE
-                    and order.assignment is not None
-                    and order.assignment.key == migrated.key
-                ]
-                await job.job_store.assignments.return_assignment(a, order.order_id, migrated, "migrated")
-                (taken,) = await job.inbox("b", 1)
-                assert taken.assignment is not None
-                assert (migrated.key, True) == (taken.assignment.key, taken.assignment.resumed)
-                await wait_for_async(lambda: (coordinator.board.last or {}).get("migrated") == len(migrating))
-
-    run(scenario)
-
-
 def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordinators(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
         names = [name for name in map(str, range(4000)) if canary_sample(name, 4) is not None][:60]

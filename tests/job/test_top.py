@@ -87,7 +87,6 @@ def live_job(
         "engine_errors": {},
         "environment_errors": {},
         "engines_lost": 0,
-        "migrated": 0,
         "dead_letters": 0,
         "unread_bytes": {"trainer": 0},
         "slow_clients": [],

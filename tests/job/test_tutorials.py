@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.ports import free_port
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.documentation import ROOT, console_blocks, titled_files
 

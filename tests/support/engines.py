@@ -19,7 +19,7 @@ from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sourc
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.records import HistoryRecord

@@ -15,7 +15,7 @@ from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
@@ -25,7 +25,7 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.shared_checksums import SharedChecksums
 from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for_async
 

@@ -29,7 +29,6 @@ def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoa
             engine_errors={},
             environment_errors={},
             engines_lost=0,
-            migrated=0,
             dead_letters=0,
             weight_version=0,
             unread_bytes={"client": 0},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"

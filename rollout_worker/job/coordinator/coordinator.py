@@ -46,7 +46,7 @@ class Coordinator:
     - :class:`RolloutTracker` knows the open requests, and :class:`RolloutQueue` which of their rollouts wait,
     - :class:`EngineTracker` knows the live engines and reclaims the rollouts of lost ones,
     - :class:`WeightPassing` lets engines pass broadcast weights on to those that have missed them,
-    - :class:`RolloutPlacer` assigns waiting rollouts and migrates running ones,
+    - :class:`RolloutPlacer` assigns waiting rollouts,
     - :class:`UnservableRequests` ends what no engine can serve any more,
     - :class:`Answers` answers rollouts that end without an engine,
     - :class:`SlowClients` finds clients that do not read their results, and
@@ -135,7 +135,6 @@ class Coordinator:
             engines=self._engines,
             weights=self._weights,
             pause=self._pause,
-            placer=self._placer,
             slow_clients=self._slow_clients,
             control=self._control,
             dead_letters=self._dead_letters,
@@ -190,10 +189,6 @@ class Coordinator:
             if now - round_began_at >= limits.reconcile_interval_s:
                 round_began_at = now
                 self._reconciliation.begin_round()
-                if self._pause.mode is None:
-                    await self._placer.migrate(
-                        tokens_per_second=self._publisher.rollout_speed, accepted_per_step=self.board.accepted_per_step
-                    )
             await self._reconciliation.step()
             await self._placer.assign_waiting(self._slow_clients.names)
             await self._answers.send_batch()

@@ -201,7 +201,6 @@ def _counters(status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         "accepted_tokens": ("Accepted draft tokens of rollouts that have ended.", status["accepted_tokens"]),
         "canaries": ("Canaries that were compared with their siblings.", status["canaries"]),
         "engines_lost": ("Engines that this coordinator has lost.", status["engines_lost"]),
-        "rollouts_migrated": ("Rollouts that this coordinator has migrated to idle engines.", status["migrated"]),
         "dead_letters": ("Messages that this coordinator has moved to the dead letters.", status["dead_letters"]),
     }
 

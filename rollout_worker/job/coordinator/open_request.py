@@ -90,10 +90,6 @@ class OpenRequest:
         for length, count in Counter(self.estimated_tokens(sample, rate, now) for sample in self.assigned).items():
             yield self._samples_at(length, count)
 
-    def remaining_work_of(self, sample: int, rate: float, now: float) -> SimilarRollouts:
-        """Return what a running sample still has to generate."""
-        return self._samples_at(self.estimated_tokens(sample, rate, now), 1)
-
     def _samples_at(self, length: int, count: int) -> SimilarRollouts:
         max_tokens = self.request.sampling.max_tokens
         stats = _always(max_tokens) if self._reaches_limit else self.lengths.stats

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, defaultdict
 
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
-from rollout_worker.job.coordinator.migration import plan_migrations
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.scheduler import EngineLoad
@@ -17,11 +15,9 @@ from rollout_worker.job.coordinator.weight_passing import find_waiting_engines
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import Assignment, Order
 
-logger = logging.getLogger(__name__)
-
 
 class RolloutPlacer:
-    """Assigns waiting rollouts to engines, and migrates running ones to idle engines at the end of a training step."""
+    """Assigns waiting rollouts to engines."""
 
     def __init__(
         self,
@@ -31,8 +27,6 @@ class RolloutPlacer:
         engines: EngineTracker,
         weights: WeightAnnouncer,
     ) -> None:
-        self.num_migrated = 0
-        """Number of rollouts that this coordinator has migrated."""
         self._orders, self._tracker, self._queue, self._engines = orders, tracker, queue, engines
         self._weights = weights
 
@@ -89,30 +83,3 @@ class RolloutPlacer:
             for engine, count in self._tracker.groups.named(group).assigned.items():
                 siblings[engine][group] = count
         return siblings
-
-    async def migrate(self, *, tokens_per_second: float, accepted_per_step: float) -> None:
-        """Migrate rollouts from busy engines to idle ones, if none are waiting.
-
-        Args:
-            tokens_per_second: speed of one running rollout.
-            accepted_per_step: accepted draft tokens per decoding step.
-        """
-        if self._queue.num_waiting:
-            return
-        requests = self._tracker.requests
-        running = {
-            engine: [(requests[request_id], sample) for request_id, sample in keys]
-            for engine, keys in self._tracker.assigned.items()
-        }
-        moves = plan_migrations(
-            self._engines.engines,
-            running,
-            tokens_per_second=tokens_per_second,
-            tokens_per_step=1.0 + accepted_per_step,
-        )
-        for move in moves:
-            request_id, sample = move.key
-            request = requests[request_id]
-            logger.info("Rollout %s is migrated from engine %s.", request.rollout_id(sample), move.source)
-            order = Order.migrate(Assignment(request_id, sample, request.entry_id))
-            self.num_migrated += await self._orders.send(move.source, [order])

@@ -34,7 +34,6 @@ class StatusInput:
     environment_errors: dict[str, EnvironmentErrors]
     """Errors of the environment of a dataset source, by type."""
     engines_lost: int
-    migrated: int
     dead_letters: int
     weight_version: int
     unread_bytes: dict[str, int]
@@ -82,11 +81,6 @@ class StatusBoard:
         """Tokens per second that all engines have sampled over the last seconds."""
         return self._throughput.tokens_per_second
 
-    @property
-    def accepted_per_step(self) -> float:
-        """Accepted draft tokens per decoding step, from the last status."""
-        return 0.0 if self.last is None else self.last["accepted_per_step"]
-
     def update(self, current: StatusInput) -> CoordinatorStatus:
         """Make the status."""
         self._updated_at = now = time.monotonic()
@@ -131,7 +125,6 @@ class StatusBoard:
             "engine_errors": current.engine_errors,
             "environment_errors": current.environment_errors,
             "engines_lost": current.engines_lost,
-            "migrated": current.migrated,
             "dead_letters": current.dead_letters,
             "unread_bytes": current.unread_bytes,
             "slow_clients": current.slow_clients,

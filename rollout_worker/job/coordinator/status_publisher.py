@@ -16,7 +16,6 @@ from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.pause import PauseAnnouncer
 from rollout_worker.job.coordinator.request_spans import RequestSpans
-from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.slow_clients import SlowClients
@@ -47,7 +46,6 @@ class StatusPublisher:
         engines: EngineTracker,
         weights: WeightAnnouncer,
         pause: PauseAnnouncer,
-        placer: RolloutPlacer,
         slow_clients: SlowClients,
         control: ControlProcessor,
         dead_letters: DeadLetters,
@@ -57,7 +55,7 @@ class StatusPublisher:
         self._board, self._job_store, self._orders = board, job_store, orders
         self._tracker, self._queue, self._engines, self._weights = tracker, queue, engines, weights
         self._pause = pause
-        self._placer, self._slow_clients, self._control = placer, slow_clients, control
+        self._slow_clients, self._control = slow_clients, control
         self._dead_letters, self._canaries = dead_letters, canaries
         request_spans = None if traces is None else RequestSpans(traces, job_store.keys.uid, orders, tracker)
         self._recorder = TimelineRecorder(job_store, board.distributions, request_spans)
@@ -110,7 +108,6 @@ class StatusPublisher:
             engine_errors=engine_errors,
             environment_errors=environment_errors,
             engines_lost=self._engines.num_lost,
-            migrated=self._placer.num_migrated,
             dead_letters=self._dead_letters.count,
             weight_version=self._weights.desired_version or 0,
             unread_bytes=self._slow_clients.unread_bytes,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 
-from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, decode
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.admission import can_continue
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import AdmissionError
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
-from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
 from rollout_worker.job.engine_worker.lease import EngineLease
-from rollout_worker.job.engine_worker.requests import RequestCache
 from rollout_worker.job.engine_worker.running import RunningRollout, RunningRollouts
-from rollout_worker.job.engine_worker.token_streams import TokenStream, TokenStreams
+from rollout_worker.job.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import Assignment, JobStore, Order, arrival_time
+from rollout_worker.job.limits import MAX_CACHED_REQUESTS
 
 
 class RolloutExecutor:
@@ -183,8 +184,6 @@ class RolloutExecutor:
                 await retry_async(self._token_streams.complete, stream, tokens)
             elif tokens is not None:
                 await retry_async(self._job_store.rollouts.checkpoint, request, sample, tokens)
-            if running.migrating:
-                await self._return(running, engine_id, "migrated")
             return
         rollout = Rollout.from_request(
             request,
@@ -256,3 +255,44 @@ def _check_age(prefix: Partial | None, oldest_version: int) -> None:
             f"its prefix was sampled with weight version {prefix.oldest_weight_version}, but max_staleness requires "
             f"version {oldest_version} or later by now; sample it from the beginning, or raise max_staleness"
         )
+
+
+class RequestCache:
+    """Reads each request once for all its samples; recently used requests are kept."""
+
+    def __init__(self, job_store: JobStore, defaults: Sampling) -> None:
+        """Create an empty cache.
+
+        Args:
+            job_store: the job's state in Redis.
+            defaults: sampling settings of the job, for what a request leaves open.
+        """
+        self._job_store, self._defaults = job_store, defaults
+        self._reads: OrderedDict[str, asyncio.Future[RolloutRequest | None]] = OrderedDict()
+
+    async def get(self, entry: str) -> RolloutRequest | None:
+        """Return the request in an entry of the request stream; None once it has been answered."""
+        read = self._reads.get(entry)
+        if read is None:
+            read = asyncio.ensure_future(self._read(entry))
+            self._keep(entry, read)
+        else:
+            self._reads.move_to_end(entry)
+        return read.result() if read.done() else await asyncio.shield(read)
+
+    def add(self, entry: str, encoded: bytes) -> None:
+        """Keep a request that has arrived with an order."""
+        request = decode(encoded)
+        if isinstance(request, RolloutRequest) and entry not in self._reads:
+            known: asyncio.Future[RolloutRequest | None] = asyncio.get_running_loop().create_future()
+            known.set_result(request.with_defaults(self._defaults))
+            self._keep(entry, known)
+
+    def _keep(self, entry: str, read: asyncio.Future[RolloutRequest | None]) -> None:
+        self._reads[entry] = read
+        while len(self._reads) > MAX_CACHED_REQUESTS:
+            self._reads.popitem(last=False)
+
+    async def _read(self, entry: str) -> RolloutRequest | None:
+        request = await retry_async(self._job_store.requests.read, entry)
+        return request.with_defaults(self._defaults) if request is not None else None

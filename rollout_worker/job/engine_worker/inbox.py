@@ -1,17 +1,65 @@
-"""The engine's inbox: the stream of orders from the coordinator."""
+"""The engine's inbox, which is the stream of orders from the coordinator, and the order to pause."""
 
 from __future__ import annotations
 
-from rollout_api.protocol.messages import FinishReason
+import asyncio
+import logging
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.protocol.messages import FinishReason, PauseMode
 from rollout_api.redis_client.retry import retry_async
+from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
 from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.lease import EngineLease
-from rollout_worker.job.engine_worker.pause_updater import PauseUpdater
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import JobStore, Order, OrderKind
 from rollout_worker.job.limits import INBOX_READ_TIMEOUT_S, ORDERS_PER_READ
+
+logger = logging.getLogger(__name__)
+
+
+class PauseUpdater:
+    """Pauses and resumes the engine as the job's record says, and reports it."""
+
+    def __init__(self, engine: Engine, job_store: JobStore, lease: EngineLease) -> None:
+        self._engine, self._job_store, self._lease = engine, job_store, lease
+        self._requested = asyncio.Event()
+
+    def request_update(self) -> None:
+        """Follow the job's record soon."""
+        self._requested.set()
+
+    async def run(self) -> None:
+        """Follow the job's record whenever it is requested, until cancelled.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        while True:
+            await self._requested.wait()
+            self._requested.clear()
+            mode = await retry_async(self._job_store.job.pause)
+            applying = asyncio.ensure_future(self._apply(mode))
+            requested = asyncio.ensure_future(self._requested.wait())
+            try:
+                # Waiting for running rollouts ends when the job is resumed.
+                await asyncio.wait((applying, requested), return_when=asyncio.FIRST_COMPLETED)
+                if applying.done():
+                    applying.result()
+            finally:
+                await cancel_and_wait(applying, requested)
+
+    async def _apply(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            await self._engine.resume()
+            logger.info("The engine is resumed.")
+        else:
+            await self._engine.pause(finish_running=mode is PauseMode.WAIT)
+            logger.info("The engine is paused.")
+        self._lease.report.paused = mode or ""
+        await self._lease.renew()
 
 
 class InboxReader:
@@ -51,11 +99,7 @@ class InboxReader:
             # The order stays in the inbox until the rollout has ended, so that it can be reclaimed.
             await self._executor.start(order, order.assignment)
             return
-        if order.kind is OrderKind.MIGRATE and order.assignment is not None:
-            running = self._running.get(order.assignment.key)
-            if running is not None:
-                running.migrate()
-        elif order.kind is OrderKind.CANCEL:
+        if order.kind is OrderKind.CANCEL:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
             self._weights.request_update()

@@ -13,8 +13,8 @@ import redis
 
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
-from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
 from rollout_worker.job.engine_worker.running import RunningRollouts
+from rollout_worker.job.engine_worker.token_streams import CheckpointWriter
 from rollout_worker.job.job_store import EngineReport, JobStore, LeaseState, RolloutProgress
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from rollout_worker.job.limits import (
     LOADING_HANG_TIMEOUT_S,
     MAX_CUTOFF_DELAY_S,
 )
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
 

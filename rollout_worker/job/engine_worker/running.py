@@ -27,8 +27,6 @@ class RunningRollout:
     """Set to end the rollout with the tokens that it has."""
     finish_reason: FinishReason | None = None
     """Finish reason of a stopped rollout; None if it continues on another engine, so that the client gets no answer."""
-    migrating: bool = False
-    """Whether the rollout continues on another engine although this engine stays."""
     pinned_version: int | None = None
     deadline: asyncio.TimerHandle | None = None
 
@@ -42,12 +40,6 @@ class RunningRollout:
         if not self.stopped.is_set():
             self.finish_reason = reason
             self.stopped.set()
-
-    def migrate(self) -> None:
-        """Stop the rollout so that another engine can continue it."""
-        if not self.stopped.is_set():
-            self.migrating = True
-            self.stop(None)
 
 
 class RunningRollouts:
@@ -83,10 +75,6 @@ class RunningRollouts:
     def add(self, running: RunningRollout) -> None:
         """Register a rollout."""
         self._by_key[running.key] = running
-
-    def get(self, key: RolloutKey) -> RunningRollout | None:
-        """Return the rollout with *key*; None if this engine does not produce it."""
-        return self._by_key.get(key)
 
     def discard(self, running: RunningRollout) -> None:
         """Remove a rollout, unless a later assignment has taken its place."""

@@ -13,22 +13,19 @@ from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
-from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
-from rollout_worker.job.engine_worker.executor import RolloutExecutor
+from rollout_worker.job.engine_worker.executor import RequestCache, RolloutExecutor
 from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
-from rollout_worker.job.engine_worker.inbox import InboxReader
+from rollout_worker.job.engine_worker.inbox import InboxReader, PauseUpdater
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.monitor import EngineMonitor
-from rollout_worker.job.engine_worker.pause_updater import PauseUpdater
-from rollout_worker.job.engine_worker.requests import RequestCache
 from rollout_worker.job.engine_worker.running import RunningRollouts
-from rollout_worker.job.engine_worker.token_streams import TokenStreams
+from rollout_worker.job.engine_worker.token_streams import CheckpointWriter, TokenStreams
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.limits import HANDOVER_TIMEOUT_S, HEARTBEAT_INTERVAL_S
 from rollout_worker.job.weight_transport import WeightTransport
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
 

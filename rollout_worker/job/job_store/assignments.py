@@ -49,8 +49,6 @@ class OrderKind(StrEnum):
 
     SAMPLE = "sample"
     """Produce the rollout of an assignment."""
-    MIGRATE = "migrate"
-    """Checkpoint the rollout of an assignment and return it, so that another engine continues it."""
     CANCEL = "cancel"
     """End all rollouts of a request with the tokens that they have."""
     UPDATE_WEIGHTS = "weights"
@@ -71,7 +69,7 @@ class Order:
 
     kind: OrderKind
     assignment: Assignment | None = None
-    """The rollout to sample or to migrate."""
+    """The rollout to sample."""
     request_id: str = ""
     """The request to cancel, or that of the assignment."""
     order_id: str = ""
@@ -94,11 +92,6 @@ class Order:
             with_request: whether the engine needs the request, because it has no other sample of it.
         """
         return cls(OrderKind.SAMPLE, assignment, assignment.request_id, with_request=with_request)
-
-    @classmethod
-    def migrate(cls, assignment: Assignment) -> Order:
-        """Return the order to give a rollout to another engine."""
-        return cls(OrderKind.MIGRATE, assignment, assignment.request_id)
 
     @classmethod
     def cancel(cls, request_id: str) -> Order:
@@ -139,7 +132,7 @@ class Order:
             return None
         request_id = as_text(fields.get(b"i", b""))
         assignment = None
-        if kind in (OrderKind.SAMPLE, OrderKind.MIGRATE):
+        if kind is OrderKind.SAMPLE:
             assignment = Assignment(
                 request_id,
                 int(fields[b"s"]),

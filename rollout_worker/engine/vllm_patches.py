@@ -1,175 +1,19 @@
-"""Everything that depends on the installed version of vLLM.
+"""Patches of the installed vLLM, to be applied in its worker processes.
 
-The code was tested with vLLM 0.32 on CPUs, which is also the version for GPUs. Differences are probed, never inferred
-from a version number.
+They were tested with vLLM 0.32 on CPUs, which is also the version for GPUs. Defects are probed where that is possible,
+and never inferred from a version number.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from rollout_worker.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
-
-
-# Configuration
-
-
-def engine_args(settings: dict[str, Any]) -> Any:
-    """Return ``AsyncEngineArgs`` with these settings.
-
-    Raises:
-        EngineError: if the installed vLLM does not have one of the settings.
-    """
-    from vllm import __version__
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    if missing := sorted(settings.keys() - known):
-        names = ", ".join(name + similar_names(name, known) for name in missing)
-        raise EngineError(
-            f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
-        )
-    return AsyncEngineArgs(**settings)
-
-
-def own_address() -> str:
-    """Return the address by which other machines reach this one."""
-    from vllm.utils.network_utils import get_ip
-
-    return str(get_ip())
-
-
-def similar_names(name: str, known: Iterable[str]) -> str:
-    """Return the known names that are similar to an unknown one, as a question in parentheses; empty if none is."""
-    similar = difflib.get_close_matches(name, sorted(known))
-    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
-
-
-def check_quantization(name: str) -> None:
-    """Check ``engine.quantization``.
-
-    Raises:
-        EngineError: if vLLM has no such method. The message lists all methods.
-    """
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-
-    _check_name("engine.quantization", name, QUANTIZATION_METHODS)
-
-
-def check_kv_cache_dtype(name: str) -> None:
-    """Check ``engine.kvCacheDtype``.
-
-    Raises:
-        EngineError: if vLLM has no such data type. The message lists all types.
-    """
-    from vllm.config.cache import CacheDType
-
-    _check_name("engine.kvCacheDtype", name, get_args(CacheDType))
-
-
-def _check_name(field: str, name: str, known: Sequence[str]) -> None:
-    from vllm import __version__
-
-    if name not in known:
-        raise EngineError(f"{field} is {name}, but vLLM {__version__} supports only {', '.join(known)}")
-
-
-def lora_rank(rank: int) -> int:
-    """Return the smallest maximum rank that vLLM supports for LoRA adapters of at most *rank*.
-
-    Raises:
-        EngineError: if vLLM supports no such rank.
-    """
-    from vllm.config.lora import MaxLoRARanks
-
-    for supported in sorted(get_args(MaxLoRARanks)):
-        if supported >= rank:
-            return int(supported)
-    raise EngineError(f"engine.maxLoraRank is {rank}, but vLLM supports at most {max(get_args(MaxLoRARanks))}")
-
-
-def is_output_rank() -> bool:
-    """Return whether vLLM uses the drafts of this worker process: the first tensor rank of the last pipeline stage."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
-
-
-def model_end_tokens(llm: Any) -> frozenset[int]:
-    """Return the tokens with which the model of an ``AsyncLLM`` ends its responses."""
-    from vllm import SamplingParams
-
-    params = SamplingParams()
-    params.update_from_generation_config(
-        llm.model_config.try_get_generation_config(), getattr(llm.get_tokenizer(), "eos_token_id", None)
-    )
-    return frozenset(params.all_stop_token_ids)
-
-
-# Sampling parameters
-
-
-@cache
-def top_k_alone_fails() -> bool:
-    """Return whether vLLM's sampler fails in a step without drafts when ``top_k`` is used without ``top_p``.
-
-    With speculation, vLLM 0.32 runs the sampler of draft positions in every step, on zero rows if nothing was drafted.
-    The code path for ``top_k`` alone then takes the maximum of an empty tensor, and the engine dies.
-    """
-    import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    try:
-        apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
-    except (RuntimeError, IndexError):
-        return True
-    return False
-
-
-def top_p_for_drafts(top_p: float, top_k: int) -> float:
-    """Return the ``top_p`` to use with speculation, with the same output distribution as the requested one.
-
-    If :func:`top_k_alone_fails`, ``top_p`` 1 becomes the next smaller double. vLLM then uses the code path for both
-    settings. As a float32, the value is 1 again, and removes only tokens with probability 0.
-    """
-    return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
-
-
-def streaming_params(interval: int) -> dict[str, Any]:
-    """Return the ``vllm.SamplingParams`` with which tokens are returned after *interval* new ones; 0: at the end.
-
-    vLLM holds tokens back in the frontend process, which receives them after each step. vLLM 0.26 only supports one
-    interval for the whole engine. Tokens are then returned after each step, which costs the host more time.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    if not interval:
-        return {"output_kind": RequestOutputKind.FINAL_ONLY}
-    delta = {"output_kind": RequestOutputKind.DELTA}
-    return delta | {"stream_interval": interval} if hasattr(SamplingParams(), "stream_interval") else delta
-
-
-def num_output_tokens(llm: Any, request_id: str) -> int:
-    """Return how many tokens of a response vLLM's frontend process has received, whether or not it has returned them.
-
-    The result is 0 for a request that it does not have.
-    """
-    processor = llm.output_processor
-    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
-    return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
-
-
-# Patches of vLLM, to be applied in the worker process
 
 
 def patch_adapter_rows() -> bool:

@@ -1,4 +1,4 @@
-"""What is replaced in vLLM so that its V2 model runner drafts with :class:`HistorySpeculator`.
+"""Patches of vLLM with which its V2 model runner drafts with :class:`HistorySpeculator`.
 
 vLLM has no hook for speculators of V2. It builds one of a fixed list, counts the method ``custom_class`` among those
 that V2 does not support, and permits asynchronous scheduling only for methods of another list. The functions below
@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rollout_worker.engine.draft_settings import PROPOSER
 from rollout_worker.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-PROPOSER = "rollout_worker.engine.proposer.HistoryProposer"
-"""The class that identifies this drafter in vLLM's speculative configuration; V1 creates an object of it."""
 _METHOD = "custom_class"
 _ACCEPTED_METHOD = "ngram_gpu"
 """A method for which vLLM's configuration permits V2 with asynchronous scheduling."""
@@ -65,6 +64,13 @@ def check(runner: Any, vllm_config: Any) -> None:
             f"vLLM {__version__} {problem}; install vLLM 0.32.0, or set the environment variable "
             "VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 model runner"
         )
+
+
+def is_output_rank() -> bool:
+    """Return whether vLLM uses the drafts of this worker process: the first tensor rank of the last pipeline stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
 
 
 def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:

@@ -86,9 +86,6 @@ docs: env  ## Build the documentation site into site/.
 docs-serve: env  ## Serve the documentation site at http://127.0.0.1:8002 and follow changes of its pages.
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs serve --dev-addr 127.0.0.1:8002
 
-docs-screenshots: docs  ## Make the pictures of the site in docs/images, with Chromium.
-	$(VENV)/python scripts/docs_screenshots.py
-
 wheels: env  ## Build the wheels of the client and of everything else into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
 
@@ -108,4 +105,4 @@ clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
 .PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
-	generate docs docs-serve docs-screenshots wheels chart docker-images release-check set-version clean
+	generate docs docs-serve wheels chart docker-images release-check set-version clean

@@ -8,7 +8,6 @@ from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.group_queue import AsyncGroupQueue, Group
 from rollout_api.client.groups import GroupOrder, Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
 from rollout_api.client.request_client import RequestClient
 from rollout_api.client.step import AsyncStep, StepProgress
@@ -21,7 +20,6 @@ from rollout_api.errors import (
     JobEndedError,
     JobFullError,
     JobNotFoundError,
-    NameInUseError,
     PauseError,
     RedisRefusedError,
     RedisUnreachableError,
@@ -76,7 +74,6 @@ __all__ = [
     "AsyncRolloutClient",
     "AsyncStep",
     "Cancel",
-    "ClientLimits",
     "Close",
     "CodecError",
     "CoordinatorStatus",
@@ -98,7 +95,6 @@ __all__ = [
     "LengthStats",
     "ManifestError",
     "ModelInMemory",
-    "NameInUseError",
     "Partial",
     "Pause",
     "PauseError",

@@ -84,7 +84,7 @@ class _ApiReader:
         return [event for events in found for event in events]
 
     async def pods(self) -> list[Manifest]:
-        found = []
+        found: list[Manifest] = []
         for name in self._pods:
             try:
                 found.append(await self._api.get(pod_reference(self._namespace, name)))
@@ -167,7 +167,9 @@ def pack(evidence: Evidence, now: float, *, max_bytes: int = MAX_BYTES) -> bytes
     logs = {path: redactor.text(text) for path, text in evidence.logs.items() if isinstance(text, str)}
     limit = _MAX_LOG_BYTES
     while True:
-        shortened = {path: last_lines(text, limit).encode(errors="replace") for path, text in logs.items()}
+        shortened: dict[str, str | bytes] = {
+            path: last_lines(text, limit).encode(errors="replace") for path, text in logs.items()
+        }
         archive = _archive(replace(evidence, logs=shortened), redactor, now)
         if len(archive) <= max_bytes or limit <= _MIN_LOG_BYTES:
             return archive

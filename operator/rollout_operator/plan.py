@@ -13,7 +13,7 @@ from rollout_api.manifest.status import ConditionType
 from rollout_operator.actions import Event, Plan
 from rollout_operator.conditions import Conditions, derive_state, set_summary
 from rollout_operator.job_context import JobContext
-from rollout_operator.job_reconciler import JobReconciler
+from rollout_operator.job_planner import JobPlanner
 from rollout_operator.observed import Observed
 from rollout_operator.pod_checks import check_pods_can_run
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
@@ -33,7 +33,7 @@ def plan(observed: Observed) -> Plan:
         check_pods_can_run(context)
     except ManifestError as error:
         return _plan_invalid(observed, error)
-    return JobReconciler(observed, context, wanted).plan()
+    return JobPlanner(observed, context, wanted).plan()
 
 
 def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:

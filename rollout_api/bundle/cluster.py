@@ -65,20 +65,20 @@ class Evidence:
         """Read everything, several objects at the same time."""
         slots = asyncio.Semaphore(_CONCURRENCY)
 
-        async def read(path: str, reading: Callable[[], Awaitable[_Result]], otherwise: _Result) -> _Result:
+        async def read(path: str, reading: Callable[[], Awaitable[_Result]]) -> _Result | None:
             try:
                 async with slots:
                     return await reading()
             except Exception as error:
                 self.missing[path] = str(error) or type(error).__name__
-                return otherwise
+                return None
 
-        events, pods = await asyncio.gather(read(EVENTS, cluster.events, ()), read(PODS, cluster.pods, ()))
-        self.events, self.pods = list(events), list(pods)
+        events, pods = await asyncio.gather(read(EVENTS, cluster.events), read(PODS, cluster.pods))
+        self.events, self.pods = list(events or ()), list(pods or ())
         logs = [log for pod in self.pods for log in _logs(pod)]
 
         async def read_log(log: ContainerLog) -> None:
-            if text := await read(log.path, lambda: cluster.log(log, len(logs)), ""):
+            if text := await read(log.path, lambda: cluster.log(log, len(logs))):
                 self.logs[log.path] = text
 
         await asyncio.gather(*map(read_log, logs))

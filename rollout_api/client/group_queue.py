@@ -96,10 +96,10 @@ class AsyncGroupQueue:
     The trainer takes finished groups, trains on them, and publishes weights, while the job samples other groups.
     Running rollouts continue across weight updates, so a group may contain tokens of several weight versions.
 
-    Each group is a step of its own, whose number is the position of its prompt. A group that is taken is acknowledged.
-    Leaving the block normally cancels all other groups. If it is left by an exception, they stay: a trainer that then
-    requests the same prompts under the same numbers receives the rollouts that were not taken, and nothing is sampled
-    twice.
+    Each group is a step of its own, whose number is the position of its prompt. The results of a group that is taken
+    are released. Leaving the block normally cancels all other groups. If it is left by an exception, they stay: a
+    trainer that then requests the same prompts under the same numbers receives the rollouts that were not taken, and
+    nothing is sampled twice.
 
     Args:
         client: client of the job.
@@ -166,15 +166,15 @@ class AsyncGroupQueue:
         try:
             await self._fill()
         except BaseException:
-            await self.end(acknowledge=False)
+            await self.end(release=False)
             raise
         return self
 
-    async def end(self, *, acknowledge: bool = True) -> None:
+    async def end(self, *, release: bool = True) -> None:
         """Leave the queue. ``async with`` does this on exit.
 
         Args:
-            acknowledge: whether to cancel the groups that were not taken; False leaves them for the next trainer.
+            release: whether to cancel the groups that were not taken; False leaves them for the next trainer.
         """
         self._is_open = False
         self._changed.set()
@@ -182,10 +182,10 @@ class AsyncGroupQueue:
         self._slots.clear()
         await cancel_and_wait(*(slot.task for slot in slots if slot.task is not None))
         for slot in slots:
-            if acknowledge:
+            if release:
                 await slot.step.cancel()
         for slot in slots:
-            await slot.step.end(acknowledge=acknowledge)
+            await slot.step.end(release=release)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -193,7 +193,7 @@ class AsyncGroupQueue:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.end(acknowledge=error is None)
+        await self.end(release=error is None)
 
     # Taking groups.
 
@@ -244,7 +244,7 @@ class AsyncGroupQueue:
                 await self._changed.wait()
                 continue
             newest = await self._client.weight_version()
-            await self._end(slot, acknowledge=slot.group is not None)
+            await self._end(slot, release=slot.group is not None)
             if slot.error is not None or slot.group is None:
                 raise slot.error or RolloutClientError(f"group {slot.number} was not sampled")
             group = replace(slot.group, newest_version=newest)
@@ -309,7 +309,7 @@ class AsyncGroupQueue:
             if is_usable:
                 slot.group = group
             else:
-                await self._end(slot, acknowledge=True)
+                await self._end(slot, release=True)
                 await self._fill()
         except Exception as error:
             slot.error = error
@@ -370,8 +370,8 @@ class AsyncGroupQueue:
         self._num_equal_in_a_row = 0
         return True
 
-    async def _end(self, slot: _Slot, *, acknowledge: bool) -> None:
-        await slot.step.end(acknowledge=acknowledge)
+    async def _end(self, slot: _Slot, *, release: bool) -> None:
+        await slot.step.end(release=release)
         self._slots.pop(slot.number, None)
 
 

@@ -125,11 +125,10 @@ class JobInfo:
         Args:
             prompt: the prompt.
             id_prefix: beginning of the request id.
-            client: name of the client that receives the rollouts.
+            client: name of the client.
             where: name of the prompt in errors.
             step: number of the training step.
-            keep_seconds: seconds for which the rollouts are kept under the request's id, instead of being sent to the
-                client's result stream.
+            keep_seconds: seconds for which the rollouts are kept; default: until the client releases them.
             stream: whether the tokens can be read while they are sampled.
             identity: what is hashed instead of the request.
             traceparent: span of the caller; default: the active OpenTelemetry span, if there is one.
@@ -271,8 +270,8 @@ async def find_job(
             if description:
                 job = JobInfo.parse(found, job_name or found, description)
                 ending = ended_error(job.name, description.get("state"), description.get("reason"))
-                unread: Any = await policy.run(partial(client.xlen, keys.results(name)), action=action)
-                if ending is None or uid is not None or unread:
+                kept: Any = await policy.run(partial(client.scard, keys.unreleased(name)), action=action)
+                if ending is None or uid is not None or kept:
                     return job, ending
         if time.monotonic() > deadline:
             raise ending or await _not_found_error(client, policy, job_name or str(uid), timeout)

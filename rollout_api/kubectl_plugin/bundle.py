@@ -15,10 +15,18 @@ from typing import Any
 from rollout_api.bundle.archive import BundleArchive
 from rollout_api.bundle.cluster import ARCHIVE_KEY, PODS, ContainerLog, Evidence
 from rollout_api.bundle.redaction import Redactor
-from rollout_api.kubectl_plugin.head_commands import exec_arguments
-from rollout_api.kubectl_plugin.jobs import get_job, summary
-from rollout_api.kubectl_plugin.kubectl import RESOURCE, Kubectl, NotFoundError, PluginError
-from rollout_api.kubectl_plugin.pods import list_pods, running_head, selector
+from rollout_api.kubectl_plugin.commands import exec_arguments
+from rollout_api.kubectl_plugin.kubectl import (
+    RESOURCE,
+    Kubectl,
+    NotFoundError,
+    PluginError,
+    get_job,
+    list_pods,
+    running_head,
+    selector,
+    summary,
+)
 from rollout_api.manifest.rollout_job import GROUP
 
 JOB_UID_ANNOTATION = f"{GROUP}/job-uid"

@@ -105,8 +105,8 @@ class CoordinatorStatus(TypedDict):
     """Engines that this coordinator has lost."""
     dead_letters: int
     """Messages that this coordinator has moved to the dead letters."""
-    unread: dict[str, int]
-    """Number of unread results of each client."""
+    unread_bytes: dict[str, int]
+    """Bytes of the results that each client has not read."""
     slow_clients: list[str]
     """Clients with too many unread results."""
 

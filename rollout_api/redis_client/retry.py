@@ -219,7 +219,7 @@ class ClientRetryPolicy(RetryPolicy):
     def _log_retry(self, error: redis.RedisError, outage: float, action: str) -> None:
         if is_out_of_memory(error):
             logger.warning(
-                "%s is out of memory; this client waits to %s and continues once results are acknowledged or maxmemory "
+                "%s is out of memory; this client waits to %s and continues once results are released or maxmemory "
                 "is raised. (%s)",
                 self._server,
                 action,

@@ -13,6 +13,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -29,9 +30,15 @@ from rollout_api.redis_client.address import parse_address
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.status_token import StatusToken
-from rollout_worker.cli.job_address import DEFAULT_NAMESPACE, FoundJob, JobAddressError, find_job, find_job_directory
+from rollout_worker.cli.job_address import (
+    DEFAULT_NAMESPACE,
+    FoundJob,
+    JobAddressError,
+    find_job,
+    find_job_directory,
+    read_manifest,
+)
 from rollout_worker.cli.job_status import NO_COORDINATOR, read_snapshot
-from rollout_worker.cli.manifest_file import read_manifest
 from rollout_worker.cli.merged_logs import JobLogs
 from rollout_worker.doctor.examination import Request, examine
 from rollout_worker.doctor.findings import as_json
@@ -39,7 +46,7 @@ from rollout_worker.doctor.gpus import GpuDriverError, read_gpus
 from rollout_worker.doctor.machine import installed_version
 from rollout_worker.engine.model_source import local_tokenizer
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.history_service.statistics_document import statistics_document
+from rollout_worker.history_service.views import statistics_document
 from rollout_worker.job.coordinator.metrics import StatusMetrics
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.incoming import arrival_time
@@ -379,8 +386,8 @@ def _read_redis(url: str) -> dict[str, Any]:
     """Return selected sections of INFO, and selected settings, as far as the user may read them."""
     # This client accepts a cluster, too.
     with contextlib.closing(connect_history(url)) as client:
-        info = {section: _permitted(lambda section=section: client.info(section)) for section in _INFO_SECTIONS}
-        settings = {name: _permitted(lambda name=name: _setting(client, name)) for name in _REDIS_SETTINGS}
+        info = {section: _permitted(partial(client.info, section)) for section in _INFO_SECTIONS}
+        settings = {name: _permitted(partial(_setting, client, name)) for name in _REDIS_SETTINGS}
     return {"info": info, "settings": settings}
 
 

@@ -14,10 +14,9 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.doctor.cluster.examination import examine_cluster
 from rollout_worker.doctor.findings import Finding, Section, error, ok, warning
 from rollout_worker.doctor.gpus import GpuDriverError, GpuFacts, judge_gpus, read_gpus
-from rollout_worker.doctor.machine import MachineFacts, judge_machine, read_machine
+from rollout_worker.doctor.machine import MachineFacts, judge_machine, judge_vllm, read_machine, read_vllm
 from rollout_worker.doctor.manifest import judge_invalid_manifest, judge_manifest, read_model
 from rollout_worker.doctor.redis_server import judge_redis, read_redis
-from rollout_worker.doctor.vllm import judge_vllm, read_vllm
 
 
 @dataclass(frozen=True)

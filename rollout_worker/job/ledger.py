@@ -8,7 +8,7 @@ import msgpack
 
 from rollout_api.protocol.messages import CodecError, Rollout
 
-META_FIELDS = frozenset({b"entry", b"n", b"cancelled"})
+META_FIELDS = frozenset({b"entry", b"n", b"cancelled", b"released"})
 """Fields of a ledger that describe the request; all other fields are samples."""
 
 

@@ -10,8 +10,8 @@ ENGINE_LEASE_S = 5.0
 """Seconds after which an engine that does not renew its lease is considered lost."""
 FAILED_ENGINES_EXPIRY_S = 15.0
 """Seconds for which a worker's report of engines that cannot start is valid; it is repeated every second."""
-LEDGER_RETENTION_S = 7 * 24 * 3600
-"""Seconds for which an answered request is remembered, so that a repetition of it is refused."""
+REFUSAL_RETENTION_S = 600
+"""Seconds for which a refusal is kept."""
 TRAJECTORY_RETENTION_S = 3600
 """Seconds for which the engine that has a trajectory's prefix cached is remembered."""
 JOB_RETENTION_S = 24 * 3600

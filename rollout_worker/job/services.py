@@ -20,7 +20,7 @@ import uvloop
 
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.status_token import StatusToken
-from rollout_worker.history.maintenance.thread import MaintenanceThread
+from rollout_worker.history.maintenance.maintainer import MaintenanceThread
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay

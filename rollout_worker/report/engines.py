@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
@@ -295,69 +295,72 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
 
 def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
     """How often drafting was disabled so far, and how many tokens were drafted in trials."""
-    scale, unit = time_unit(_duration(histories, start))
+    series = {
+        engine: (history.times, ("stops", history.stops, ",", ""), ("trial tokens", history.trial_tokens, ",", ""))
+        for engine, history in histories.items()
+    }
+    titles = ("stops so far", "trial tokens so far")
+    return _two_lines_each(series, start, _duration(histories, start), titles, shape="hv")
+
+
+def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
+    """The cost model of each engine: the constant part of a step, and the time per verified token."""
+    series = {}
+    for engine, history in histories.items():
+        known = [index for index, base in enumerate(history.base_ms) if base > 0]
+        times, bases, tokens = (
+            [values[index] for index in known] for values in (history.times, history.base_ms, history.token_ms)
+        )
+        if known:
+            series[engine] = (times, ("step", bases, ".3f", " ms"), ("token", tokens, ".3f", " ms"))
+    return _two_lines_each(series, start, _duration(histories, start), ("ms per step", "ms per token"))
+
+
+_Values = tuple[str, Sequence[float], str, str]
+"""Name, values, their format and their unit."""
+
+
+def _two_lines_each(
+    series: Mapping[str, tuple[Sequence[float], _Values, _Values]],
+    start: float,
+    seconds: float,
+    titles: tuple[str, str],
+    **settings: Any,
+) -> go.Figure:
+    """Return a solid line at the left axis and a dotted one at the right axis for each engine.
+
+    Args:
+        series: engine → Unix times, and the values of both lines.
+        start: Unix time from which the time axis counts.
+        seconds: its length.
+        titles: titles of the left and the right axis.
+        settings: those of the lines.
+    """
+    scale, unit = time_unit(seconds)
     traces = []
-    for index, (engine, history) in enumerate(histories.items()):
-        times = [(time - start) / scale for time in history.times]
-        for name, values, axis, dash in (
-            (f"{escaped(engine)}: stops", history.stops, "y", "solid"),
-            (f"{escaped(engine)}: trial tokens", history.trial_tokens, "y2", "dot"),
-        ):
+    for index, (engine, (times, left, right)) in enumerate(series.items()):
+        for (label, values, form, of), axis, dash in ((left, "y", "solid"), (right, "y2", "dot")):
+            name = f"{escaped(engine)}: {label}"
             traces.append(
                 line(
                     name,
-                    times,
+                    [(time - start) / scale for time in times],
                     values,
-                    f"{name} %{{y:,}}<extra></extra>",
+                    f"{name} %{{y:{form}}}{of}<extra></extra>",
                     color=_color(index),
                     width=1.5,
                     dash=dash,
-                    shape="hv",
                     mode="lines",
                     yaxis=axis,
+                    **settings,
                 )
             )
     return figure(
         traces,
         x=f"{unit} since the first request",
-        y="stops so far",
-        showlegend=len(histories) <= _MAX_LEGEND,
-        yaxis2=second_axis("trial tokens so far", overlaying="y"),
-        margin={"l": 60, "r": 60, "t": 8, "b": 48},
-    )
-
-
-def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
-    """The cost model of each engine: the constant part of a step, and the time per verified token."""
-    scale, unit = time_unit(_duration(histories, start))
-    traces = []
-    for index, (engine, history) in enumerate(histories.items()):
-        known = [position for position, base in enumerate(history.base_ms) if base > 0]
-        times = [(history.times[position] - start) / scale for position in known]
-        for name, values, axis, dash in (
-            (f"{escaped(engine)}: step", history.base_ms, "y", "solid"),
-            (f"{escaped(engine)}: token", history.token_ms, "y2", "dot"),
-        ):
-            if known:
-                traces.append(
-                    line(
-                        name,
-                        times,
-                        [values[position] for position in known],
-                        f"{name} %{{y:.3f}} ms<extra></extra>",
-                        color=_color(index),
-                        width=1.5,
-                        dash=dash,
-                        mode="lines",
-                        yaxis=axis,
-                    )
-                )
-    return figure(
-        traces,
-        x=f"{unit} since the first request",
-        y="ms per step",
-        showlegend=len(histories) <= _MAX_LEGEND,
-        yaxis2=second_axis("ms per token", overlaying="y"),
+        y=titles[0],
+        showlegend=len(series) <= _MAX_LEGEND,
+        yaxis2=second_axis(titles[1], overlaying="y"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )
 

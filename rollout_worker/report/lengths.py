@@ -97,7 +97,7 @@ def lengths_by_step(steps: Sequence[Step], unit: str) -> go.Figure:
     numbers = [step.number for step in steps]
     lengths = [sorted(one.rollout.tokens for one in step.sampled) or [0] for step in steps]
     deciles = [quantiles(one, n=10, method="inclusive") if len(one) > 1 else one * 9 for one in lengths]
-    lines = [
+    lines: list[tuple[str, Sequence[float], str, str]] = [
         ("longest", [one[-1] for one in lengths], RED, "dot"),
         ("90 %", [one[8] for one in deciles], ORANGE, "solid"),
         ("median", [one[4] for one in deciles], BLUE, "solid"),

@@ -15,9 +15,9 @@ from rollout_api.protocol.messages import Purpose, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect_async, connect_history
+from rollout_worker.history.contents import Decoder, decoder_of
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.token_texts import Decoder, decoder_of
 from rollout_worker.job.dataset.source import CLIENT_NAME
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.encoding import as_text

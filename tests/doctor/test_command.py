@@ -25,7 +25,7 @@ MANIFEST: dict[str, Any] = {
     "metadata": {"name": "math"},
     "spec": {"source": {"trainer": {}}, "model": {"uri": "org/model"}, "workers": {"gpusPerWorker": 0}},
 }
-OPTIONAL = ("vllm", "torch", "ray", "kubernetes", "transformers", "huggingface_hub")
+OPTIONAL = ("vllm", "torch", "ray", "transformers", "huggingface_hub")
 
 
 @pytest.fixture(autouse=True)
@@ -178,10 +178,12 @@ def test_it_runs_without_optional_packages(tmp_path: Path) -> None:
         f"sys.argv = ['rollout', 'doctor', '--cluster', '--json', '-f', {str(file)!r}]\n"
         "main()\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"PATH": ""}
+    )
     assert "" == result.stderr
     found = {(one["section"], one["check"]): one for one in json.loads(result.stdout)["findings"]}
     assert "not installed" == found["vLLM", "vLLM"]["seen"]
-    assert "package kubernetes is not installed" in found["cluster", "API server"]["advice"]
+    assert "kubectl is not on the PATH" in found["cluster", "API server"]["advice"]
     assert "warning" == found["manifest", "model"]["severity"]
     assert 1 == result.returncode

@@ -21,8 +21,7 @@ from rollout_operator.observed import PodView
 from rollout_operator.reconciler import Reconciler
 
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
-from rollout_worker.history_service.http import HistoryServer
-from rollout_worker.history_service.service import ServiceState
+from rollout_worker.history_service.service import HistoryServer, ServiceState
 from rollout_worker.job.coordinator.status_server import StatusServer
 from tests.support.status_boards import status_board
 

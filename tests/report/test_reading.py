@@ -19,8 +19,8 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
 from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_worker.history.contents import decoder_of, show_ids
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.token_texts import decoder_of, show_ids
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.job_record import JobDescription
 from rollout_worker.report.reading import NothingToReportError, read_problem, read_recording

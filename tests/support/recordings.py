@@ -59,7 +59,7 @@ def measurement(time: float, engines: list[EngineMeasurement], **changes: Any) -
         "tokens_per_second": 0.0,
         "saved": None,
         "remaining_seconds": None,
-        "unread": 0,
+        "unread_bytes": 0,
         "engines": engines,
     }
     return Measurement(**{**common, **changes})

@@ -1,18 +1,22 @@
-"""Examines a cluster: reads what each judgement needs."""
+"""Examines a cluster: reads what each judgement needs, by kubectl. Nothing is changed."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError
 from rollout_api.manifest.rollout_job import API_VERSION, PLURAL, RolloutJob
 from rollout_api.manifest.runtime import RUNTIME_PLURALS
 from rollout_api.redis_client.address import parse_address
-from rollout_worker.doctor.cluster.api import ApiError, ClusterApi, ClusterUnreachableError, current_namespace
 from rollout_worker.doctor.cluster.crd_digests import CRD_DIGESTS
 from rollout_worker.doctor.cluster.installation import (
     OPERATOR_SELECTOR,
@@ -46,7 +50,90 @@ from rollout_worker.doctor.findings import Finding, error, ok, warning
 
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _API_SERVER_NAME = "kubernetes.default.svc"
-_FORBIDDEN, _NOT_FOUND = 403, 404
+_FORBIDDEN, _NOT_FOUND = "Forbidden", "NotFound"
+_TIMEOUT = "--request-timeout=10s"
+_POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_CONTEXT = "jsonpath={.clusters[0].cluster.server} {.contexts[0].context.namespace}"
+_API_ERROR = re.compile(r"^Error from server(?: \((\w+)\))?: (.*)", re.DOTALL | re.MULTILINE)
+
+
+class ClusterUnreachableError(RuntimeError):
+    """The API server cannot be reached. The message says what to do."""
+
+
+class ApiError(RuntimeError):
+    """The API server has answered with an error."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        """Such as Forbidden or NotFound; empty if the API server has given none."""
+        super().__init__(message)
+
+
+class ClusterApi:
+    """A cluster with the rights of the current context of the kubeconfig, or in a pod of its ServiceAccount."""
+
+    def __init__(self) -> None:
+        """Find the cluster; nothing is sent yet.
+
+        Raises:
+            ClusterUnreachableError: if there is none, or kubectl is not installed.
+        """
+        self._kubectl = Kubectl()
+        try:
+            context = self._kubectl.run("config", "view", "--minify", "-o", _CONTEXT, capture_output=True, text=True)
+        except PluginError as failure:
+            raise ClusterUnreachableError(str(failure)) from None
+        if not context.returncode:
+            self.server, _, namespace = str(context.stdout).partition(" ")
+            self.namespace = namespace or "default"
+            """Namespace of the current context, or of this pod."""
+        elif _POD_NAMESPACE.exists():
+            self.server = f"https://{os.environ.get('KUBERNETES_SERVICE_HOST')}"
+            self.namespace = _POD_NAMESPACE.read_text().strip()
+        else:
+            raise ClusterUnreachableError("there is no access to a cluster; set KUBECONFIG, or run this in a pod")
+
+    def get(self, path: str, **query: str) -> dict[str, Any]:
+        """Return an object or a list.
+
+        Raises:
+            ApiError: if the API server answers with an error.
+            ClusterUnreachableError: if it does not answer.
+        """
+        found: dict[str, Any] = json.loads(self._run("get", "--raw", f"{path}?{urlencode(query)}"))
+        return found
+
+    def items(self, path: str, **query: str) -> list[dict[str, Any]]:
+        """Return the objects of a list; see :meth:`get`."""
+        found: list[dict[str, Any]] = self.get(path, **query)["items"]
+        return found
+
+    def review(self, kind: str, specs: Sequence[dict[str, Any]]) -> list[bool]:
+        """Return for each access whether it is allowed.
+
+        Args:
+            kind: SelfSubjectAccessReview or SubjectAccessReview.
+            specs: what is asked.
+
+        Raises:
+            ApiError: if the API server answers with an error.
+            ClusterUnreachableError: if it does not answer.
+        """
+        reviews = [{"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec} for spec in specs]
+        body = json.dumps({"apiVersion": "v1", "kind": "List", "items": reviews})
+        output = 'jsonpath={.status.allowed}{"\\n"}'
+        answers = self._run("create", "-f", "-", "--validate=false", "-o", output, stdin=body)
+        return [answer == "true" for answer in answers.splitlines()]
+
+    def _run(self, *arguments: str, stdin: str = "") -> str:
+        done = self._kubectl.run(*arguments, _TIMEOUT, input=stdin, capture_output=True, text=True)
+        if not done.returncode:
+            return str(done.stdout)
+        message = str(done.stderr).strip()
+        if match := _API_ERROR.search(message):
+            raise ApiError(match[1] or "", match[2])
+        raise ClusterUnreachableError(f"{message}; check the network, and the kubeconfig")
 
 
 def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: str | None) -> list[Finding]:
@@ -60,7 +147,7 @@ def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: 
     try:
         api = ClusterApi()
         version = judge_version(api.get("/version"))
-        namespace = namespace or (job.metadata.namespace if job is not None else current_namespace())
+        namespace = namespace or (job.metadata.namespace if job is not None else api.namespace)
         return [
             ok("API server", api.server),
             version,
@@ -70,7 +157,7 @@ def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: 
             *_infrastructure(api, job),
         ]
     except ClusterUnreachableError as failure:
-        return [error("API server", "cannot be reached", str(failure))]
+        return [error("API server", "cannot be used", str(failure))]
     except ApiError as failure:
         return [error("API server", str(failure), "check the user and the token of the kubeconfig")]
 
@@ -85,7 +172,7 @@ def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> l
 
 
 def _not_examined(check: str, failure: ApiError) -> Finding:
-    if failure.status == _FORBIDDEN:
+    if failure.reason == _FORBIDDEN:
         advice = "run this as a user who may read it, such as an administrator"
     else:
         advice = "the API server cannot answer this; see its log"
@@ -97,7 +184,7 @@ def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
     try:
         return api.get(path)
     except ApiError as failure:
-        if failure.status == _NOT_FOUND:
+        if failure.reason == _NOT_FOUND:
             return None
         raise
 
@@ -127,7 +214,7 @@ def _crds(api: ClusterApi) -> list[Finding]:
     try:
         return [judge_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in CRD_DIGESTS]
     except ApiError as failure:
-        if failure.status != _FORBIDDEN:
+        if failure.reason != _FORBIDDEN:
             raise
     return judge_served_api(_optional(api, f"/apis/{API_VERSION}"), (PLURAL, *RUNTIME_PLURALS.values()))
 
@@ -146,18 +233,21 @@ def _account(api: ClusterApi, deployment: Mapping[str, Any], namespace: str) -> 
     account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
     user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
 
-    def is_denied(access: Access) -> bool:
-        spec = {"user": user, "resourceAttributes": access.attributes(namespace)}
-        return not api.review("SubjectAccessReview", spec)
+    accesses = list(operator_accesses())
+    specs = [{"user": user, "resourceAttributes": access.attributes(namespace)} for access in accesses]
+    return judge_operator_account(user, _denied(accesses, api.review("SubjectAccessReview", specs)), namespace)
 
-    return judge_operator_account(user, [one for one in operator_accesses() if is_denied(one)], namespace)
+
+def _denied(accesses: Sequence[Access], allowed: Sequence[bool]) -> list[Access]:
+    return [access for access, is_allowed in zip(accesses, allowed, strict=True) if not is_allowed]
 
 
 def _access(api: ClusterApi, namespace: str) -> list[Finding]:
-    def is_denied(access: Access) -> bool:
-        return not api.review("SelfSubjectAccessReview", {"resourceAttributes": access.attributes(namespace)})
+    def judge() -> Finding:
+        specs = [{"resourceAttributes": access.attributes(namespace)} for access in USER_ACCESSES]
+        return judge_user(_denied(USER_ACCESSES, api.review("SelfSubjectAccessReview", specs)), namespace)
 
-    return _judged("your permissions", lambda: judge_user([one for one in USER_ACCESSES if is_denied(one)], namespace))
+    return _judged("your permissions", judge)
 
 
 def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[Finding]:

@@ -10,7 +10,7 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.engine.errors import AdmissionError
-from rollout_worker.history.length_lookup import LengthLookup
+from rollout_worker.history.store import LengthLookup
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.open_request import OpenRequest
@@ -102,11 +102,7 @@ class RequestAdmission:
         """Open the ledger of a request, or refuse it."""
         admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request, policy=self._retries)
         if admission in _REJECTED:
-            refusal = Refusal(
-                request_id=request.request_id,
-                reason=_REJECTED[admission],
-                already_answered=admission is Admission.ANSWERED,
-            )
+            refusal = Refusal(request_id=request.request_id, reason=_REJECTED[admission])
             await retry_async(self._job_store.results.refuse, request, refusal)
         return admission
 

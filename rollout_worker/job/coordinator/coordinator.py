@@ -7,8 +7,7 @@ import time
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.redis_client.retry import retry_async
-from rollout_worker.history.length_lookup import LengthLookup
-from rollout_worker.history.store import HistoryStore
+from rollout_worker.history.store import HistoryStore, LengthLookup
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.answers import Answers

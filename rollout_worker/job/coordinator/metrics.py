@@ -120,8 +120,9 @@ class StatusMetrics:
             yield _family(_GAUGE, name, text, ["job"], [(job, value)])
         for name, (text, value) in _counters(status).items():
             yield _family(_COUNTER, name, text, ["job"], [(job, value)])
-        unread = [([*job, client], count) for client, count in status["unread"].items()]
-        yield _family(_GAUGE, "results_unread", "Results that a client has not read.", ["job", "client"], unread)
+        unread = [([*job, client], size) for client, size in status["unread_bytes"].items()]
+        text = "Bytes of the results that a client has not read."
+        yield _family(_GAUGE, "results_unread_bytes", text, ["job", "client"], unread)
         errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
         text = "Rollouts of a dataset source that got no reward from its environment."
         yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)

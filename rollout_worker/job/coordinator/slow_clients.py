@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from rollout_api.redis_client.retry import retry_async
@@ -18,23 +17,22 @@ class SlowClients:
     def __init__(self, job_store: JobStore, tracker: RolloutTracker, max_unread_bytes: int) -> None:
         self.names: frozenset[str] = frozenset()
         """Clients with too many unread results."""
-        self.unread: dict[str, int] = {}
-        """Number of unread results of each client with open requests."""
+        self.unread_bytes: dict[str, int] = {}
+        """Bytes of the unread results of each client with open requests."""
         self._job_store, self._tracker, self._max_unread_bytes = job_store, tracker, max_unread_bytes
 
     async def update(self) -> None:
-        """Count the unread results of all clients with open requests."""
+        """Measure the unread results of all clients with open requests."""
         clients = list(self._tracker.clients)
-        counts = await asyncio.gather(*(retry_async(self._job_store.results.unread, client) for client in clients))
-        unread = dict(zip(clients, counts, strict=True))
-        slow = frozenset(client for client, results in unread.items() if results.size_bytes > self._max_unread_bytes)
+        sizes = await retry_async(self._job_store.results.unread_bytes, clients)
+        self.unread_bytes = dict(zip(clients, sizes, strict=True))
+        slow = frozenset(client for client, size in self.unread_bytes.items() if size > self._max_unread_bytes)
         for client in slow - self.names:
             logger.warning(
-                "Client %s has %d unread results (%d bytes, but spec.queue.maxUnreadResults is %d). None of its "
+                "Client %s has not read %d bytes of its results, but spec.queue.maxUnreadResults is %d. None of its "
                 "rollouts start until it has read some.",
                 client,
-                *unread[client],
+                self.unread_bytes[client],
                 self._max_unread_bytes,
             )
         self.names = slow
-        self.unread = {client: results.num_results for client, results in unread.items()}

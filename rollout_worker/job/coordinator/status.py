@@ -36,7 +36,7 @@ class StatusInput:
     engines_lost: int
     dead_letters: int
     weight_version: int
-    unread: dict[str, int]
+    unread_bytes: dict[str, int]
     slow_clients: list[str]
     remaining: RemainingWork
     """Tokens that the open requests are expected to take."""
@@ -126,7 +126,7 @@ class StatusBoard:
             "environment_errors": current.environment_errors,
             "engines_lost": current.engines_lost,
             "dead_letters": current.dead_letters,
-            "unread": current.unread,
+            "unread_bytes": current.unread_bytes,
             "slow_clients": current.slow_clients,
         }
         self.last = status

@@ -110,7 +110,7 @@ class StatusPublisher:
             engines_lost=self._engines.num_lost,
             dead_letters=self._dead_letters.count,
             weight_version=self._weights.desired_version or 0,
-            unread=self._slow_clients.unread,
+            unread_bytes=self._slow_clients.unread_bytes,
             slow_clients=sorted(self._slow_clients.names),
             remaining=self._remaining_work(),
             drift=self._canaries.drift,

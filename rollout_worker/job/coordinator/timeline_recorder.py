@@ -99,7 +99,7 @@ def measurement_of(status: CoordinatorStatus) -> Measurement:
         tokens_per_second=status["tokens_per_second"],
         saved=status["saved"],
         remaining_seconds=status["remaining_seconds"],
-        unread=sum(status["unread"].values()),
+        unread_bytes=sum(status["unread_bytes"].values()),
         engines=[
             EngineMeasurement.of(engine["name"], engine["version"], engine["assigned"], engine["counters"])
             for engine in status["engines"]

@@ -20,12 +20,9 @@ from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, RolloutId, UpdateMode
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.retry import retry
-from rollout_worker.environment.errors import EnvironmentCallError
-from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from rollout_worker.environment.supervisor import EnvironmentCallError, EnvironmentSupervisor
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.dataset.environment_results import EnvironmentResults, RolloutError
-from rollout_worker.job.dataset.environment_source import EnvironmentProblem
-from rollout_worker.job.dataset.problems import DatasetProblem
+from rollout_worker.job.dataset.problems import DatasetProblem, EnvironmentProblem, EnvironmentResults, RolloutError
 from rollout_worker.job.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry
@@ -209,13 +206,13 @@ class DatasetTrainer:
         return runs
 
     async def _has_unscored(self, rows: Sequence[RolloutRow]) -> bool:
-        """Return whether the last run ended before an environment had scored all rollouts, which are delivered again.
+        """Return whether the last run ended before an environment had scored all rollouts, whose results are kept.
 
-        They are acknowledged when all have been scored.
+        Their results are released when all have been scored.
         """
         if self._environment is None or all(row.reward is not None or row.error is not None for row in rows):
             return False
-        return bool(await asyncio.to_thread(retry, self._job_store.num_unacknowledged, self._client.name))
+        return await asyncio.to_thread(retry, self._job_store.has_unreleased_results, self._client.name)
 
     async def _rows_of(self, finished: dict[str, LedgerEntry]) -> list[RolloutRow]:
         problems = sorted({entry.problem_id for entry in finished.values()})

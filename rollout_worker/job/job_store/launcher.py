@@ -165,9 +165,9 @@ class LauncherStore:
         """Return the number of finished rollouts, and of messages with rewards, that are not in the history yet."""
         return int(self._client.xlen(self._keys.outbox)) + int(self._client.xlen(self._keys.rewards))
 
-    def num_unacknowledged(self, client: str) -> int:
-        """Return the number of results that this client has not acknowledged."""
-        return int(self._client.xlen(self._keys.results(client)))
+    def has_unreleased_results(self, client: str) -> bool:
+        """Return whether results are kept that this client has not released."""
+        return bool(self._client.exists(self._keys.unreleased(client)))
 
     def num_dead_letters(self) -> int:
         """Return the number of dead letters."""

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgpack
 import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import (
     Partial,
     Purpose,
@@ -25,7 +26,7 @@ from rollout_worker.history.records import CONTEXT_TOKENS
 from rollout_worker.job.canaries import measure
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.limits import LEDGER_RETENTION_S, MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
+from rollout_worker.job.limits import MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
 from rollout_worker.job.request_trace import pack_trace
 
 
@@ -62,7 +63,7 @@ class RolloutStore:
         self._append_function = async_function(client, __package__, "append_tokens")
 
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
-        """Record an ended rollout, send it to the client and queue it for the history, in one atomic operation.
+        """Record an ended rollout, keep it for the client and queue it for the history, in one atomic operation.
 
         Args:
             request: the request that the rollout belongs to.
@@ -83,11 +84,39 @@ class RolloutStore:
         keys, rollout_id = self._keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
         context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
+        fields = {
+            "client": request.reply_to,
+            "request_id": request.request_id,
+            "rollout_id": rollout.rollout_id,
+            "sample": rollout_id.sample,
+            "engine": engine,
+            "order": order,
+            "ledger_entry": LedgerEntry.of(rollout).pack(),
+            "result": encode(rollout, half_logprobs=request.half_logprobs),
+            "timeline_entry": EndedRollout.of(request, rollout, rollout_id.sample).pack(),
+            "history_entry": encode(rollout.without_logprobs()) if for_history else b"",
+            "context": pack_tokens(context),
+            "trace": pack_trace(request),
+            "measurement": measure(request, rollout, rollout_id.sample),
+            "tokens": len(rollout.token_ids),
+            "decoding_steps": rollout.num_decoding_steps,
+            "draft_tokens": rollout.num_draft_tokens,
+            "accepted_tokens": rollout.num_accepted_tokens,
+            "keep_s": request.keep_seconds or 0,
+            "streamed": request.stream,
+            "ledger_s": LEDGER_RETENTION_S,
+            "trajectory_s": TRAJECTORY_RETENTION_S if request.trajectory_id else 0,
+            "max_events": MAX_EVENTS,
+            "max_timeline": MAX_TIMELINE_ENTRIES,
+        }
         return await self._finish_function(
             keys=[
                 keys.ledger(request.request_id),
                 keys.requests,
-                keys.results(request.reply_to) if request.keep_seconds is None else keys.kept(request.request_id),
+                keys.results(request.request_id),
+                keys.result_updates(request.reply_to),
+                keys.unreleased(request.reply_to),
+                keys.results_written,
                 keys.outbox,
                 keys.partials,
                 keys.attempts,
@@ -95,34 +124,10 @@ class RolloutStore:
                 keys.inbox(engine),
                 keys.trajectory(request.trajectory_id or ""),
                 keys.totals,
-                keys.kept_updates,
                 keys.tokens(request.request_id, rollout_id.sample),
                 keys.timeline,
             ],
-            args=[
-                rollout.rollout_id,
-                rollout_id.sample,
-                LedgerEntry.of(rollout).pack(),
-                encode(rollout, half_logprobs=request.half_logprobs),
-                encode(rollout.without_logprobs()) if for_history else b"",
-                order,
-                engine,
-                request.request_id,
-                LEDGER_RETENTION_S,
-                TRAJECTORY_RETENTION_S if request.trajectory_id else 0,
-                MAX_EVENTS,
-                len(rollout.token_ids),
-                rollout.num_decoding_steps,
-                rollout.num_draft_tokens,
-                rollout.num_accepted_tokens,
-                pack_tokens(context),
-                measure(request, rollout, rollout_id.sample),
-                request.keep_seconds or 0,
-                int(request.stream),
-                EndedRollout.of(request, rollout, rollout_id.sample).pack(),
-                MAX_TIMELINE_ENTRIES,
-                pack_trace(request),
-            ],
+            args=[msgpack.packb(fields, use_bin_type=False)],  # the server's msgpack does not know bin
         )
 
     async def totals(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,9 +30,11 @@ Examine = Callable[..., dict[str, Finding]]
 
 
 @pytest.fixture
-def examine(cluster: ControlPlane, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Examine:
+def examine(cluster: ControlPlane, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
     """A function that returns the findings about a job in the test's namespace, by their checks."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    (tmp_path / "kubectl").symlink_to(cluster.binaries / "bin" / cluster.kubectl_name)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def findings(kubeconfig: Path = cluster.kubeconfig, **sections: Any) -> dict[str, Finding]:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))

@@ -171,7 +171,7 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
 
     # A user may access the keys of its own job and history.
     keys, history = MessageKeys(uids["math"]), HistoryKeys(jobs.namespace, "math")
-    math.xadd(keys.results("rank-0"), {"d": b"1"})
+    math.xadd(keys.requests, {"d": b"1"})
     math.xadd(history.log("p"), {"d": b"1"})
     math.hset(history.meta, "generation", 1)
     math.set(job_uid_key(f"{jobs.namespace}/math"), uids["math"])
@@ -179,11 +179,11 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
 
     # It may neither access those of others nor administer the server.
     denied = [
-        lambda: code.xrange(keys.results("rank-0")),
-        lambda: code.xadd(keys.requests, {"d": b"1"}),
+        lambda: code.xrange(keys.requests),
+        lambda: code.xadd(keys.control, {"d": b"1"}),
         lambda: code.xrange(history.log("p")),
         lambda: code.hgetall(history.meta),
-        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.results("rank-0")),
+        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.requests),
         lambda: code.set(job_uid_key(f"{jobs.namespace}/math"), uids["code"]),
         lambda: code.execute_command("FUNCTION", "FLUSH"),
         code.script_flush,

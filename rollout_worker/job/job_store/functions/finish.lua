@@ -1,69 +1,80 @@
 #!lua
--- Record once that a rollout has ended: in the ledger, the client's results, the outbox, the totals and the timeline.
--- The last rollout of a request also ends the request.
--- KEYS: ledger of the request, requests, results of the client or kept results of the request, outbox, partials,
---   attempts, events, inbox of the engine, trajectory, totals, updates of kept results, tokens of the rollout,
---   timeline (one hash slot).
--- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
---   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
---   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
---   tokens, decoding steps, draft tokens, accepted draft tokens, last tokens of the prompt for the history (empty:
---   none), measurement for the canary test (empty: none), seconds for which the result is kept under the request (0: it
---   is sent to the client's stream), 1 if the rollout is streamed and 0 otherwise, entry of the timeline, maximum
---   number of its entries, trace of the request (empty: it follows from the request id).
+-- Record once that a rollout has ended: in the ledger, the results of its request, the outbox, the totals and the
+-- timeline. The last rollout of a request also ends the request.
+-- KEYS: as named below (one hash slot).
+-- ARGV: a msgpack map with the following fields.
+--   client, request_id, rollout_id, sample, engine: what identifies the rollout
+--   order: id of the engine's order; empty if there is none
+--   ledger_entry, result, timeline_entry: the encoded rollout, for each of its readers
+--   history_entry: the rollout for the history; empty if it is not stored there
+--   context: last tokens of the prompt for the history; may be empty
+--   trace: trace of the request; empty if it follows from the request id
+--   measurement: for the canary test; may be empty
+--   tokens, decoding_steps, draft_tokens, accepted_tokens: what the totals count
+--   keep_s: seconds for which the result is kept; 0 if that is until the client releases it
+--   streamed: whether the rollout is streamed
+--   ledger_s, trajectory_s: seconds for which an answered request, and the engine of a trajectory, are remembered;
+--     trajectory_s is 0 if there is no trajectory
+--   max_events, max_timeline: largest number of entries of the streams of events and of the timeline
 -- Returns 1 if the rollout is recorded, 0 if it was recorded before or is streamed by another engine now, -1 if its
 -- request is unknown.
-local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
--- Return the fields of an entry, and of the others those that are not empty.
+local ledger, requests, results, updates, unreleased, written, outbox, partials, attempts, events, inbox, trajectory,
+  totals, tokens, timeline = unpack(KEYS)
+local rollout = cmsgpack.unpack(ARGV[1])
+-- Return the fields of an entry, and of the other pairs those with a value that is not empty.
 local function with_fields(fields, ...)
   for _, field in ipairs({...}) do
     if field[2] ~= '' then
-      table.insert(fields, field[1])
-      table.insert(fields, field[2])
+      fields[#fields + 1], fields[#fields + 2] = field[1], field[2]
     end
   end
   return unpack(fields)
 end
-local has_order = ARGV[6] == '' or redis.call('XDEL', KEYS[8], ARGV[6]) == 1
-local request = redis.call('HMGET', ledger, 'entry', 'n')
-if not request[1] then
+local has_order = rollout.order == '' or redis.call('XDEL', inbox, rollout.order) == 1
+local request = redis.call('HMGET', ledger, 'entry', 'n', 'released')
+local entry, n, released = request[1], tonumber(request[2]), request[3]
+if not entry then
   return -1
 end
-if ARGV[19] == '1' and not has_order then
+if rollout.streamed and not has_order then
   return 0
 end
-if redis.call('HSETNX', ledger, sample, ARGV[3]) == 0 then
+if redis.call('HSETNX', ledger, rollout.sample, rollout.ledger_entry) == 0 then
   return 0
 end
-if ARGV[18] == '0' then
-  redis.call('XADD', KEYS[3], '*', 'd', ARGV[4])
-else
-  redis.call('HSET', KEYS[3], sample, ARGV[4])
-  redis.call('EXPIRE', KEYS[3], ARGV[18])
-  redis.call('XADD', KEYS[11], 'MAXLEN', '~', ARGV[11], '*', 'r', ARGV[8])
+if not released then
+  redis.call('HSET', results, rollout.sample, rollout.result)
+  if rollout.keep_s > 0 then
+    redis.call('EXPIRE', results, rollout.keep_s)
+  else
+    redis.call('SADD', unreleased, rollout.request_id)
+  end
+  local size = #rollout.result
+  redis.call('XADD', updates, 'MAXLEN', '~', rollout.max_events, '*', 'r', rollout.request_id, 's', rollout.sample,
+    'b', size, 'w', redis.call('HINCRBY', written, rollout.client, size))
 end
-if ARGV[5] ~= '' then
-  redis.call('XADD', KEYS[4], '*', with_fields({'d', ARGV[5]}, {'c', ARGV[16]}, {'t', ARGV[22]}))
+if rollout.history_entry ~= '' then
+  redis.call('XADD', outbox, '*',
+    with_fields({'d', rollout.history_entry}, {'c', rollout.context}, {'t', rollout.trace}))
 end
-redis.call('HINCRBY', KEYS[10], 'rollouts', 1)
-redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])
-redis.call('HINCRBY', KEYS[10], 'decoding_steps', ARGV[13])
-redis.call('HINCRBY', KEYS[10], 'draft_tokens', ARGV[14])
-redis.call('HINCRBY', KEYS[10], 'accepted_tokens', ARGV[15])
-redis.call('XADD', KEYS[13], 'MAXLEN', '~', ARGV[21], '*',
-  with_fields({'d', ARGV[20], 'a', request[1]}, {'t', ARGV[22]}))
-redis.call('HDEL', KEYS[5], rollout)
-redis.call('HDEL', KEYS[6], rollout)
-if ARGV[19] == '1' then
-  redis.call('UNLINK', KEYS[12])
+for _, name in ipairs({'tokens', 'decoding_steps', 'draft_tokens', 'accepted_tokens'}) do
+  redis.call('HINCRBY', totals, name, rollout[name])
 end
-if ARGV[10] ~= '0' then
-  redis.call('SET', KEYS[9], engine, 'EX', ARGV[10])
+redis.call('HINCRBY', totals, 'rollouts', 1)
+redis.call('XADD', timeline, 'MAXLEN', '~', rollout.max_timeline, '*',
+  with_fields({'d', rollout.timeline_entry, 'a', entry}, {'t', rollout.trace}))
+redis.call('HDEL', partials, rollout.rollout_id)
+redis.call('HDEL', attempts, rollout.rollout_id)
+if rollout.streamed then
+  redis.call('UNLINK', tokens)
 end
-if redis.call('HLEN', ledger) - 3 >= tonumber(request[2]) then
-  redis.call('XDEL', KEYS[2], request[1])
-  redis.call('EXPIRE', ledger, ARGV[9])
+if rollout.trajectory_s > 0 then
+  redis.call('SET', trajectory, rollout.engine, 'EX', rollout.trajectory_s)
 end
-redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[11], '*', 'r', ARGV[8], 's', sample, 'e', engine,
-  'l', ARGV[12], 'c', ARGV[17])
+if redis.call('HLEN', ledger) - (released and 4 or 3) >= n then
+  redis.call('XDEL', requests, entry)
+  redis.call('EXPIRE', ledger, rollout.ledger_s)
+end
+redis.call('XADD', events, 'MAXLEN', '~', rollout.max_events, '*', 'r', rollout.request_id, 's', rollout.sample,
+  'e', rollout.engine, 'l', rollout.tokens, 'c', rollout.measurement)
 return 1

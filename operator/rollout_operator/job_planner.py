@@ -27,7 +27,7 @@ from rollout_operator.object_diff import is_outdated
 from rollout_operator.observed import Observed, PodView, parse_timestamp
 from rollout_operator.owned_objects import connection, owned_objects
 from rollout_operator.pod_checks import check_pods_can_run
-from rollout_operator.pod_reconciler import PodReconciler
+from rollout_operator.pod_planner import PodPlanner
 from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
@@ -61,7 +61,7 @@ _MAX_FAILURE_EVENTS = 8
 
 
 @dataclass
-class JobReconciler:
+class JobPlanner:
     """Derives a plan from the observed state of a job."""
 
     observed: Observed
@@ -380,7 +380,7 @@ class JobReconciler:
         backoff = backoff_delay(failure_times, self.observed.now)
         if backoff:
             self.builder.requeue(backoff)
-        pods = PodReconciler(self.observed, self.context, self.builder, self.recorded_failures, backoff)
+        pods = PodPlanner(self.observed, self.context, self.builder, self.recorded_failures, backoff)
         conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
         workers: list[PodView] = []
         if self._waits_for_model:
@@ -435,7 +435,7 @@ class JobReconciler:
             return "; ".join(f"{one.path}: {one.message}" for one in error.errors)
         return ""
 
-    def _update_pods(self, pods: PodReconciler, desired: int) -> None:
+    def _update_pods(self, pods: PodPlanner, desired: int) -> None:
         """Replace pods of an earlier revision, or report that they exist."""
         kind = ConditionType.UP_TO_DATE
         if (error := self.wanted_context.runtime_error) is not None:

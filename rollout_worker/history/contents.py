@@ -1,24 +1,127 @@
-"""Exports a history as a table: a Parquet file, or a dataset in the layout of the Hugging Face hub."""
+"""The contents of a history for people: the rollouts of problems, texts of their tokens, and tables of all of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
 from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
 from rollout_worker.history.metadata import HistoryInfo
-from rollout_worker.history.problem_contents import ProblemContents, read_problem
+from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.token_texts import Decoder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+class ProblemContents(NamedTuple):
+    """The rollouts of one problem."""
+
+    records: list[HistoryRecord]
+    """Those in the history's window, oldest first."""
+    rewards: dict[bytes, float]
+    """Rewards by ``rollout_key``."""
+    num_corrupt: int
+    """Number of entries that cannot be read."""
+
+    def reward(self, record: HistoryRecord) -> float | None:
+        """Return the reward of a rollout; None if it has none."""
+        return self.rewards.get(rollout_key(record.rollout_id))
+
+
+def read_problem(store: HistoryStore, problem_id: str, info: HistoryInfo) -> ProblemContents:
+    """Read a problem's rollouts.
+
+    Raises:
+        redis.RedisError: if Redis fails.
+    """
+    records: dict[str, HistoryRecord] = {}
+    corrupt: set[str] = set()
+    rewards: dict[bytes, float] = {}
+    for log_slice in store.read_all(problem_id):
+        records |= {record.rollout_id: record for record in log_slice.records}
+        corrupt.update(entry.entry_id for entry in log_slice.corrupt)
+        rewards |= log_slice.rewards or {}
+    oldest = info.oldest_kept(record.generation for record in records.values())
+    return ProblemContents(
+        [record for record in records.values() if record.generation >= oldest], rewards, len(corrupt)
+    )
+
+
+Decoder = Callable[[Iterable[int]], list[str]]
+"""Returns the text of each token; together, they are the text of all."""
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be loaded; the message says where it was looked for, and what to do."""
+
+
+def load_decoder(source: str) -> Decoder:
+    """Return a decoder of a tokenizer.
+
+    Args:
+        source: a directory with ``tokenizer.json``, such a file, or the name of a model on the Hugging Face hub.
+
+    Raises:
+        TokenizerError: if it cannot be loaded.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(source)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(source)
+    except Exception as error:  # tokenizers has no errors of its own
+        reason = str(error).partition("\n")[0]
+        raise TokenizerError(
+            f"the tokenizer {source} cannot be loaded ({reason}); name a directory that contains tokenizer.json, or a "
+            "model of the Hugging Face hub"
+        ) from None
+    return partial(_texts, tokenizer)
+
+
+def decoder_of(tokenizer: Any | None) -> Decoder:
+    """Return a decoder of a transformers tokenizer; that of ids for None, and for one that is not a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return show_ids if backend is None else partial(_texts, backend)
+
+
+def show_ids(tokens: Iterable[int]) -> list[str]:
+    """Return the ids of tokens as text, separated by spaces: a decoder for those without a tokenizer."""
+    return [f"{token} " for token in tokens]
+
+
+def _texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
+    from tokenizers.decoders import DecodeStream
+
+    def whole(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    stream = DecodeStream(skip_special_tokens=False)
+    texts: list[str] = []
+    incomplete: list[int] = []
+    for token in tokens:
+        incomplete.append(int(token))
+        try:
+            # A token that ends within a character has no text; the one that completes the character has it all.
+            text = stream.step(tokenizer, int(token))
+        except Exception:  # bytes that are no character; tokenizers has no errors of its own
+            stream, text = DecodeStream(skip_special_tokens=False), whole(incomplete)
+        if text is not None:
+            incomplete = []
+        texts.append(text or "")
+    if incomplete:
+        texts[-1] += whole(incomplete)
+    return texts
+
 
 _ROWS_PER_GROUP = 1024
 """Number of rollouts that are written at once, so that a large history does not have to fit into memory."""

@@ -1,19 +1,25 @@
-"""Renders what ``rollout top`` shows."""
+"""Renders what ``rollout top`` shows, on a live screen or once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
 
+from redis.exceptions import RedisError
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Static
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
-from rollout_worker.cli.job_problems import problems
-from rollout_worker.cli.job_status import duration, engine_state
-from rollout_worker.cli.top.live_job import LiveJob, RunningRollout
+from rollout_worker.cli.job_status import duration, engine_state, problems
+from rollout_worker.cli.top import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
@@ -51,9 +57,11 @@ def header(job: LiveJob, now: float) -> RenderableType:
         filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
     parts.append(Columns(facts, padding=(0, 3)))
-    unread = {client: count for client, count in status["unread"].items() if count}
+    unread = {client: size for client, size in status["unread_bytes"].items() if size}
     if unread:
-        parts.append(_fact("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items())))
+        parts.append(
+            _fact("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
+        )
     parts += [Text(f"! {problem.what}. {problem.remedy}", "yellow") for problem in problems(status)]
     return Group(*parts)
 
@@ -265,3 +273,73 @@ def _table(first: str, right: Sequence[str]) -> Table:
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+_INTERVAL_S = 1.0
+_MAX_ROWS = 200
+
+
+class TopApp(App[None]):
+    """Shows a job until the user quits."""
+
+    CSS = """
+    Screen { background: $background; }
+    .part { height: auto; margin: 0 1 1 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,ctrl+c", "quit", "Quit"),
+        Binding("space", "freeze", "Freeze or continue"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, name: str, read: Callable[[], Awaitable[LiveJob | None]]) -> None:
+        """Create the application; ``run`` starts it.
+
+        Args:
+            name: name of the job.
+            read: returns the job's current state; None while no coordinator runs.
+        """
+        super().__init__()
+        self.title = f"rollout top {name}"
+        self._read, self._frozen = read, False
+
+    def compose(self) -> ComposeResult:
+        """Create the parts of the view."""
+        with VerticalScroll():
+            yield Static("Waiting for the coordinator's status …", id="header", classes="part")
+            yield Static(id="engines", classes="part")
+            yield Static(id="tail", classes="part")
+            yield Static(id="acceptance", classes="part")
+            yield Static(id="running", classes="part")
+        yield Footer()
+
+    async def on_mount(self) -> None:
+        """Begin to update the view."""
+        self.set_interval(_INTERVAL_S, self.refresh_view)
+        await self.refresh_view()
+
+    async def refresh_view(self) -> None:
+        """Read the job's state and show it."""
+        if self._frozen:
+            return
+        try:
+            job = await self._read()
+        except RedisError as error:
+            self._part("header").update(f"[yellow]Redis cannot be reached: {error}[/]")
+            return
+        if job is None:
+            self._part("header").update("No coordinator runs for this job. See `rollout status`.")
+            return
+        self._part("header").update(header(job, time.time()))
+        self._part("engines").update(engines_table(job))
+        self._part("tail").update(tail(job))
+        self._part("acceptance").update(acceptance(job))
+        self._part("running").update(running_table(job, _MAX_ROWS) if job.running else "")
+
+    def action_freeze(self) -> None:
+        """Stop to update the view, or continue."""
+        self._frozen = not self._frozen
+        self.sub_title = "frozen" if self._frozen else ""
+
+    def _part(self, name: str) -> Static:
+        return self.query_one(f"#{name}", Static)

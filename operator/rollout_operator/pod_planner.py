@@ -16,7 +16,7 @@ from rollout_operator.teardown import delete_pods
 
 
 @dataclass(frozen=True)
-class PodReconciler:
+class PodPlanner:
     """Adds the actions that bring a job's pods to their desired number."""
 
     observed: Observed

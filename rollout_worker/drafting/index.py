@@ -135,16 +135,6 @@ class Occurrence(NamedTuple):
     """Whether the request has recently followed this rollout of the history."""
 
 
-class Alternative(NamedTuple):
-    """A token that may follow at a position of a draft."""
-
-    token: int
-    mixed: float
-    """Its probability according to the mixture; the probabilities of a position add up to at most 1."""
-    calibrated: float
-    """The calibrated probability that it is accepted if it is drafted, as in `Draft.probabilities`."""
-
-
 class SourceCounts(NamedTuple):
     """Numbers of draft tokens for which one source gave the most probability, since the index was created."""
 
@@ -494,17 +484,6 @@ class SuffixIndex:
             ValueError: for a negative `length`.
         """
         return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
-
-    def alternatives(self, handle: int) -> list[list[Alternative]]:
-        """Return the tokens among which the request's last draft has chosen, for each of its positions.
-
-        There are at most six for a position. One position more than the draft has is returned if the draft has ended
-        before it because of its survival.
-
-        Raises:
-            KeyError: for a handle that is not open.
-        """
-        return [[Alternative(*row) for row in position] for position in self._native.alternatives(handle)]
 
     def state_dict(self) -> LearnedState:
         """Return the learned parameters, for `load_state_dict` of another index of the same version.

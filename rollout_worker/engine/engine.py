@@ -21,9 +21,8 @@ from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.patched_checkpoint import DeltaVersion
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine.transfer_group import GroupMembership
-from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
 from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
-from rollout_worker.engine.weight_versions import WeightVersionTracker
 
 _HISTORY_POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether the announced history can be drafted from."""

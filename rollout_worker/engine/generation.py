@@ -33,8 +33,7 @@ from rollout_worker.engine.sampling_params import (
     token_decoder,
     vllm_sampling_params,
 )
-from rollout_worker.engine.vllm_client import VllmClient, model_end_tokens, num_output_tokens
-from rollout_worker.engine.weight_versions import WeightVersionTracker
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker, model_end_tokens, num_output_tokens
 from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
 
 PartialCallback = Callable[[Partial], None]
@@ -334,7 +333,6 @@ class ResponseGenerator:
         """Record that vLLM has a call, and abort it once *stop_event* is set."""
         self._running[call_id] = prefix_tokens
         self._idle.clear()
-        self._weight_versions.open(call_id)
         aborting = None if stop_event is None else asyncio.ensure_future(self._abort_when_set(stop_event, call_id))
         try:
             yield
@@ -346,7 +344,6 @@ class ResponseGenerator:
             del self._running[call_id]
             if not self._running:
                 self._idle.set()
-            self._weight_versions.close(call_id)
             if aborting is not None and stop_event is not None and not stop_event.is_set():
                 aborting.cancel()
 

@@ -5,11 +5,10 @@ or another setting removes to minus infinity, and returns log-probabilities of t
 tokens are found among the most likely ones that it returns. vLLM's own option for this, ``return_sampling_mask``, needs
 the V2 model runner, and a ``top_k`` and a temperature in every request of the engine.
 
-**Stop strings.** vLLM looks for them after each step. A step with accepted drafts returns several tokens, of which some
-may be behind the stop string. Depending on the version, vLLM (0.26) keeps these tokens, and prefers a stop string that
-occurs later; or it cuts them off (0.32). A response that is continued from a prefix is a new request for vLLM, which
-does not look into the prefix. Both would make the end of a response depend on drafts. Here, tokens are read one at a
-time.
+**Stop strings.** A response that is continued from a prefix is a new request for vLLM, which does not look into the
+prefix. Besides, vLLM looks for stop strings after each step, and a step with accepted drafts returns several tokens, of
+which some may be behind the stop string. The end of a response must not depend on either. Tokens are therefore read one
+at a time here.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ def vllm_sampling_params(
         ValueError: if vLLM rejects the settings.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     # vLLM would look for them in the new tokens only; see rollout_worker.engine.sampling_params.
     stop = [] if prefix_tokens else sampling.stop
@@ -82,7 +82,9 @@ def vllm_sampling_params(
         # Only stop strings require the text of the response.
         detokenize=bool(stop),
         extra_args=draft_settings.as_extra_args() if draft_settings else None,
-        **streaming_params(interval),
+        output_kind=RequestOutputKind.DELTA if interval else RequestOutputKind.FINAL_ONLY,
+        # vLLM holds tokens back in the frontend process, which receives them after each step.
+        stream_interval=interval or None,
     )
 
 
@@ -127,21 +129,6 @@ def top_p_for_drafts(top_p: float, top_k: int) -> float:
     settings. As a float32, the value is 1 again, and removes only tokens with probability 0.
     """
     return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
-
-
-def streaming_params(interval: int) -> dict[str, Any]:
-    """Return the ``vllm.SamplingParams`` with which tokens are returned after *interval* new ones; 0: at the end.
-
-    vLLM holds tokens back in the frontend process, which receives them after each step. vLLM 0.26 only supports one
-    interval for the whole engine. Tokens are then returned after each step, which costs the host more time.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    if not interval:
-        return {"output_kind": RequestOutputKind.FINAL_ONLY}
-    delta = {"output_kind": RequestOutputKind.DELTA}
-    return delta | {"stream_interval": interval} if hasattr(SamplingParams(), "stream_interval") else delta
 
 
 def _with_ties(top_k: int) -> int:

@@ -167,7 +167,7 @@ def enable_amx() -> None:
 def reset_failed_reload(model: Any) -> None:
     """Discard what a failed reload has left in a model, so that the next reload starts from the beginning.
 
-    vLLM (seen in 0.26 and 0.32) collects the tensors of a layer until they are complete. Those of an incomplete layer
+    vLLM (seen in 0.32) collects the tensors of a layer until they are complete. Those of an incomplete layer
     stay there. The next reload would load them together with its own, and fail or mix both.
     """
     from vllm.model_executor.model_loader.reload import layerwise

@@ -25,8 +25,7 @@ from rollout_worker.engine.limits import MAX_READING_PAUSE_S
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.engine.patched_checkpoint import DeltaVersion, PatchedCheckpoint
 from rollout_worker.engine.transfer_group import GroupMembership
-from rollout_worker.engine.vllm_client import VllmClient
-from rollout_worker.engine.weight_versions import WeightVersionTracker
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from rollout_operator import names
-from rollout_operator.bundle_contents import Evidence
-from rollout_operator.bundle_contents import bundle_config_map as kept_config_map
+from rollout_operator.bundle_collector import Evidence
+from rollout_operator.bundle_collector import bundle_config_map as kept_config_map
 
 from rollout_api.bundle.archive import read_archive
 from rollout_api.kubectl_plugin import pods

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map, last_lines, pack
+from rollout_operator.bundle_collector import ContainerLog, Evidence, bundle_config_map, last_lines, pack
 
 from rollout_api.bundle.archive import read_archive
 from rollout_api.bundle.kubernetes_objects import ARCHIVE_KEY

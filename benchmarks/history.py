@@ -32,7 +32,7 @@ from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.maintenance.run import MaintenanceOperations
 from rollout_worker.history.records import CONTEXT_TOKENS, HistoryRecord, decode_records
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync

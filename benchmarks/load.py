@@ -52,7 +52,7 @@ from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.blocks import START
+from rollout_worker.history.records import START
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup

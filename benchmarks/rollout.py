@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
-from benchmarks.problems import Problem, add_trace_arguments, selected_problems
-from benchmarks.random_model import END, MODELS
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
+    END,
     GROUP_SIZE,
     KEYS,
+    MODELS,
     MODES,
     SUFFIX_DRAFT,
     Measurement,
@@ -39,6 +39,7 @@ from benchmarks.rollout_runs import (
     start_engines,
 )
 from benchmarks.suffix_drafters import PEERS_DIRECTORY
+from benchmarks.traces import Problem, add_trace_arguments, selected_problems
 from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
 

@@ -31,8 +31,6 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
-from rollout_api.figures.rollout_summary import RolloutSummary
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_api.manifest.rollout_job import (
     FieldError,
@@ -69,6 +67,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.reward_stats import RewardStats
+from rollout_api.step_metrics import RolloutSummary, step_metrics
 from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
@@ -127,7 +126,6 @@ __all__ = [
     "RoutedExperts",
     "Sampling",
     "Step",
-    "StepFigures",
     "StepProgress",
     "TensorsInMemory",
     "Trajectory",
@@ -143,4 +141,5 @@ __all__ = [
     "parse_job",
     "partial_of",
     "problem_id_of",
+    "step_metrics",
 ]

@@ -15,8 +15,7 @@ from rollout_operator.object_cache import ObjectCache
 from rollout_operator.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_worker.history_service.http import HistoryCollector
-from rollout_worker.history_service.service import ServiceState
+from rollout_worker.history_service.service import HistoryCollector, ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.job_store import EngineReport

@@ -17,7 +17,7 @@ from typing import Any
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.status_token import StatusToken
 from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
-from rollout_operator.http_server import HttpServer, MetricsCollector
+from rollout_operator.http_server import MetricsCollector, OperatorServer
 from rollout_operator.informer import Informer
 from rollout_operator.kopf_watch import remove_missing_jobs, wait_until_served, watch_jobs
 from rollout_operator.kubernetes_api import CLUSTER_RUNTIMES, RUNTIMES, KubernetesApi, owned_kinds
@@ -139,8 +139,8 @@ async def _run(options: argparse.Namespace, token: StatusToken) -> int:
         namespace, name = options.lease
         election = LeaderElection(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     reconciler = Reconciler(api, cache, options.worker_image, token)
-    server = HttpServer(MetricsCollector(api, cache, reconciler, election), token)
-    await server.start(options.port)
+    server = OperatorServer(MetricsCollector(api, cache, reconciler, election), token)
+    await server.start(None, options.port)
     try:
         reconciler.cluster = await _discover_cluster(api, options, token)
         server.ready = True

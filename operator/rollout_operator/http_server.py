@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from rollout_api.http_server import HttpServer
 from rollout_api.manifest.status import State
-from rollout_api.status_token import UNAUTHORIZED_HEADERS, UNAUTHORIZED_TEXT, StatusToken
+from rollout_api.status_token import StatusToken
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection
 from rollout_operator.object_cache import ObjectCache
@@ -67,7 +68,7 @@ class MetricsCollector:
         yield from (jobs, states, gpus)
 
 
-class HttpServer:
+class OperatorServer(HttpServer):
     """Serves the endpoints from the running event loop."""
 
     def __init__(self, collector: MetricsCollector, token: StatusToken | None = None) -> None:
@@ -79,42 +80,13 @@ class HttpServer:
         """
         self.ready = False
         """Whether the API server was reached. An operator that waits to become the leader is ready, too."""
-        self._token = token or StatusToken()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(collector)
-        ProcessCollector(registry=self._registry)
-        self._runner: web.AppRunner | None = None
-
-    async def start(self, port: int) -> None:
-        """Listen on *port* of all interfaces.
-
-        Raises:
-            OSError: if the port is in use.
-        """
-        application = web.Application()
-        application.add_routes(
-            [
-                web.get("/healthz", self._health),
-                web.get("/readyz", self._readiness),
-                web.get("/metrics", self._metrics),
-            ]
-        )
-        self._runner = web.AppRunner(application, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, None, port).start()
-
-    async def stop(self) -> None:
-        """Close all connections and stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        ProcessCollector(registry=registry)
+        super().__init__(registry, {"/healthz": self._health, "/readyz": self._readiness}, token)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def _readiness(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n" if self.ready else "starting\n", status=200 if self.ready else 503)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        if not self._token.permits(request.path, request.headers.get("Authorization")):
-            return web.Response(text=UNAUTHORIZED_TEXT, status=401, headers=UNAUTHORIZED_HEADERS)
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

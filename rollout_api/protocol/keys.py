@@ -42,7 +42,7 @@ def job_uid_key(job: str) -> str:
 
 @dataclass(frozen=True)
 class MessageKeys:
-    """Keys of one job's messages and state. docs/protocol.md lists those that clients use."""
+    """Keys of one job's messages and state. docs/protocol.md describes the most important ones."""
 
     uid: str
     """Uid of the job."""

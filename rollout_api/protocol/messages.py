@@ -614,7 +614,7 @@ class WeightUpdate(_Message):
     sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
+        description="Checksum of the weights. Default: they are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
     deltas: list[DeltaFile] | None = Field(

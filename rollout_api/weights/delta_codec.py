@@ -4,7 +4,7 @@ At the learning rates of RL, most weights in bfloat16 do not change from one ver
 less than half a unit in the last place is rounded away; those that change mostly do so by one unit (arXiv 2602.03839).
 A difference therefore consists of the distances between the changed elements, and of what is added to each as an
 integer. Distances and additions are separated into planes of bytes, most of which are zero or noise, so that zlib only
-looks for repeated bytes. ``benchmarks.weight_deltas`` measures how many bytes this takes.
+looks for repeated bytes. benchmarks/README.md says how many bytes this takes.
 """
 
 from __future__ import annotations

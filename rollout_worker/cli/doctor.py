@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
-from rollout_worker.cli.manifest_file import check_manifest
+from rollout_worker.cli.job_address import check_manifest
 from rollout_worker.doctor.findings import Section, Severity, as_json, has_errors
 from rollout_worker.runtime.model_cache import default_cache
 

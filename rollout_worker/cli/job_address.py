@@ -1,4 +1,4 @@
-"""How a command finds the job that its user means: by name, manifest or uid, in a Redis or in a state directory."""
+"""Finds the job that a command line names: its manifest, its Redis and its uid."""
 
 from __future__ import annotations
 
@@ -10,14 +10,68 @@ from typing import Annotated, Any, NamedTuple
 
 import redis
 import typer
+import yaml
 
-from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, RolloutJob, parse_job
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect
-from rollout_worker.cli.manifest_file import read_manifest
 from rollout_worker.launch.job_state import recorded_job
 from rollout_worker.launch.recorded_redis import read_recorded_redis
+
+
+def read_manifest(path: Path) -> RolloutJob:
+    """Read the job in a YAML file, and ignore its runtime, which only the operator can read.
+
+    Other documents in the file are ignored.
+
+    Raises:
+        ManifestError: as :func:`check_manifest`, and if the job is not valid without the settings of its runtime.
+    """
+    return check_manifest(path).without_runtime()
+
+
+def check_manifest(path: Path) -> RolloutJob:
+    """Return the job in a YAML file as it is written.
+
+    Raises:
+        ManifestError: if the file cannot be read, is not YAML, or does not contain exactly one valid RolloutJob.
+    """
+    try:
+        documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))
+    except OSError as error:
+        raise ManifestError([FieldError(str(path), error.strerror or str(error))]) from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        # PyYAML raises ValueError and TypeError for invalid dates and unhashable keys.
+        raise ManifestError([FieldError(str(path), f"not valid YAML: {_describe(error)}")]) from None
+    jobs = documents
+    if len(documents) > 1:
+        jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == KIND]
+    if len(jobs) != 1:
+        message = f"expected one RolloutJob, found {len(jobs)} in {len(documents)} documents"
+        raise ManifestError([FieldError(str(path), message)])
+    return parse_job(jobs[0])
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Rejects duplicate keys, of which plain YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
 
 DEFAULT_NAMESPACE = "default"
 _MAX_LISTED_JOBS = 20

@@ -33,15 +33,13 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
-from rollout_worker.cli.bundle.command import app as bundle_app
 from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
-from rollout_worker.cli.job_address import job_directory
+from rollout_worker.cli.job_address import check_manifest, job_directory, read_manifest
 from rollout_worker.cli.job_commands import app as job_app
-from rollout_worker.cli.manifest_file import check_manifest, read_manifest
 from rollout_worker.cli.report_command import app as report_app
-from rollout_worker.cli.report_command import check_writable, write_page_of_run
-from rollout_worker.cli.top.command import app as top_app
+from rollout_worker.cli.report_command import bundle_app, check_writable, write_page_of_run
+from rollout_worker.cli.top import app as top_app
 from rollout_worker.engine.model_source import (
     load_tokenizer,
     resolve_model,

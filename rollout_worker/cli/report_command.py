@@ -1,8 +1,12 @@
-"""The command ``rollout report``."""
+"""The commands ``rollout report`` and ``rollout bundle``, which write down what has happened to a job."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +19,7 @@ from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import (
     JobAddressError,
+    JobArgument,
     JobHistoryRedis,
     JobManifest,
     JobRedis,
@@ -28,9 +33,11 @@ from rollout_worker.runtime.exit_message import exit_with_error
 from rollout_worker.runtime.model_cache import default_cache
 
 if TYPE_CHECKING:
+    from rollout_worker.cli.bundle_parts import Subject
     from rollout_worker.report.recording import JobRecording
 
 app = typer.Typer()
+bundle_app = typer.Typer()
 console = Console()
 
 
@@ -162,7 +169,7 @@ def _saved_recording(job: str | None, file: Path | None, state: Path) -> Path | 
 
 
 def _load(file: Path) -> JobRecording:
-    from rollout_worker.report.recording_file import RecordingError, load_recording
+    from rollout_worker.report.recording import RecordingError, load_recording
 
     try:
         return load_recording(file)
@@ -171,10 +178,81 @@ def _load(file: Path) -> JobRecording:
 
 
 def _write_recording(recording: JobRecording, file: Path) -> None:
-    from rollout_worker.report.recording_file import save_recording
+    from rollout_worker.report.recording import save_recording
 
     try:
         save_recording(recording, file)
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
     console.print(f"The recording is in {file}.", markup=False, soft_wrap=True)
+
+
+_STANDARD_OUTPUT = Path("-")
+
+
+@bundle_app.command()
+def bundle(
+    job: JobArgument = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write; - for standard output.",
+            show_default="bundle-NAMESPACE-NAME.tar.gz",
+        ),
+    ] = None,
+    file: JobManifest = None,
+    redis: JobRedis = None,
+    history_redis: JobHistoryRedis = None,
+    uid: JobUid = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    with_rollouts: Annotated[
+        bool,
+        typer.Option("--with-rollouts", help="Include prompts and responses: of shown rollouts and of dead letters."),
+    ] = False,
+) -> None:
+    """Collect all that explains what has happened to a job in one archive, before it is deleted.
+
+    Passwords, tokens and keys are replaced by ***. What cannot be collected is named in the archive's README.md, with
+    the reason.
+    """
+    from rollout_worker.cli.bundle_parts import Subject
+
+    with exit_with_message(file, interrupted="no bundle was written"):
+        subject = Subject.find(job, file=file, redis_url=redis, history_url=history_redis, uid=uid, state=state_dir)
+        content = _collect_bundle(subject, with_rollouts=with_rollouts)
+    if output == _STANDARD_OUTPUT:
+        sys.stdout.buffer.write(content)
+        return
+    target = output or Path(f"{_bundle_folder(subject.name)}.tar.gz")
+    try:
+        target.write_bytes(content)
+    except OSError as error:
+        exit_with_error(EXIT_STATE, f"cannot write {target}: {error.strerror}")
+    console.print(f"The bundle is in {target}. Its README.md says what it contains.", markup=False, soft_wrap=True)
+
+
+def _bundle_folder(name: str) -> str:
+    return f"bundle-{name.replace('/', '-')}"
+
+
+def _collect_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
+    from rollout_api.bundle.archive import BundleArchive
+    from rollout_api.bundle.redaction import Redactor
+    from rollout_worker.cli.bundle_parts import collect
+
+    file = io.BytesIO()
+    archive = BundleArchive(file, folder=_bundle_folder(subject.name), redactor=Redactor(subject.secrets()))
+    collect(archive, subject, with_rollouts=with_rollouts)
+    private = (
+        "Prompts and responses are included (`--with-rollouts`)."
+        if with_rollouts
+        else "There are no prompts and no responses, except for what programs of yours may have logged."
+    )
+    archive.close(
+        f"Bundle of job {subject.name}",
+        f"Collected by `rollout bundle` of das-rollout {version('das-rollout')} at {datetime.now(UTC):%F %T} UTC. "
+        f"Passwords, tokens and keys are replaced by `***`. {private}",
+    )
+    return file.getvalue()

@@ -13,15 +13,10 @@ from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.doctor.cluster.examination import examine_cluster
 from rollout_worker.doctor.findings import Finding, Section, error, ok, warning
-from rollout_worker.doctor.gpu_facts import GpuDriverError, read_gpus
-from rollout_worker.doctor.gpus import GpuFacts, judge_gpus
-from rollout_worker.doctor.machine import MachineFacts, judge_machine
-from rollout_worker.doctor.machine_facts import read_machine, read_vllm
-from rollout_worker.doctor.manifest import judge_invalid_manifest, judge_manifest
-from rollout_worker.doctor.model_facts import read_model
-from rollout_worker.doctor.redis_facts import read_redis
-from rollout_worker.doctor.redis_server import judge_redis
-from rollout_worker.doctor.vllm import judge_vllm
+from rollout_worker.doctor.gpus import GpuDriverError, GpuFacts, judge_gpus, read_gpus
+from rollout_worker.doctor.machine import MachineFacts, judge_machine, judge_vllm, read_machine, read_vllm
+from rollout_worker.doctor.manifest import judge_invalid_manifest, judge_manifest, read_model
+from rollout_worker.doctor.redis_server import judge_redis, read_redis
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an examination finds."""
+"""What an examination finds, and how it writes amounts of memory."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ def as_json(sections: Iterable[Section]) -> dict[str, Any]:
             for finding in section.findings
         ],
     }
+
+
+MIB = 2**20
+GIB = 2**30
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes in MiB or GiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -1,14 +1,15 @@
-"""Judges the GPUs of a machine."""
+"""Asks the NVIDIA driver about the GPUs of a machine, and judges them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from xml.etree import ElementTree
+from itertools import combinations
+from typing import Any
 
-from rollout_worker.doctor.findings import Finding, error, ok, warning
-from rollout_worker.doctor.units import MIB, size_text
+import pynvml
+
+from rollout_worker.doctor.findings import Finding, error, ok, size_text, warning
 
 _MAX_USED_SHARE = 0.05
 """Share of an idle GPU's memory that its driver may occupy."""
@@ -16,7 +17,7 @@ _MAX_USED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Sizes are in bytes."""
+    """One GPU. Sizes are in bytes, and 0 if they are unknown."""
 
     name: str
     memory: int
@@ -35,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What ``nvidia-smi`` says."""
+    """What the driver says."""
 
     driver: str
     cuda: str
@@ -45,57 +46,71 @@ class GpuFacts:
     """Pairs of GPUs that no NVLink connects."""
 
 
-def parse_gpus(xml: str) -> GpuFacts:
-    """Parse the output of ``nvidia-smi -q -x``.
+class GpuDriverError(RuntimeError):
+    """The driver does not answer."""
+
+
+def read_gpus() -> GpuFacts | None:
+    """Return the GPUs of this machine; None if no driver is installed.
 
     Raises:
-        ValueError: it is not such output.
+        GpuDriverError: if the driver does not answer.
     """
     try:
-        log = ElementTree.fromstring(xml)  # noqa: S314 - the driver's own program has written it
-    except ElementTree.ParseError as failure:
-        raise ValueError(f"nvidia-smi wrote no XML: {failure}") from None
-    return GpuFacts(
-        driver=log.findtext("driver_version", "?"),
-        cuda=log.findtext("cuda_version", "?"),
-        gpus=[_parse_gpu(gpu) for gpu in log.iterfind("gpu")],
-    )
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return None
+    except pynvml.NVMLError as failure:
+        raise GpuDriverError(f"the driver cannot be used: {failure}") from None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        return GpuFacts(
+            driver=pynvml.nvmlSystemGetDriverVersion(),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+            gpus=[_read_gpu(handle) for handle in handles],
+            slow_pairs=[
+                f"GPU{first}–GPU{second}"
+                for first, second in combinations(range(len(handles)), 2)
+                if not _are_linked(handles[first], handles[second])
+            ],
+        )
+    except pynvml.NVMLError as failure:
+        raise GpuDriverError(f"the driver does not answer: {failure}") from None
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _parse_gpu(gpu: ElementTree.Element) -> Gpu:
-    errors = gpu.find("ecc_errors/volatile")
+def _read_gpu(handle: Any) -> Gpu:
+    # The first version of this structure counts what the driver reserves as used.
+    memory = _if_supported(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2, otherwise=None)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    _, _, pending, failed = _if_supported(pynvml.nvmlDeviceGetRemappedRows, handle, otherwise=(0, 0, 0, 0))
     return Gpu(
-        name=gpu.findtext("product_name", "?"),
-        memory=_mebibytes(gpu.findtext("fb_memory_usage/total", "")),
-        used=_mebibytes(gpu.findtext("fb_memory_usage/used", "")),
-        mig=gpu.findtext("mig_mode/current_mig") == "Enabled",
-        persistence=gpu.findtext("persistence_mode") != "Disabled",
-        uncorrected_errors=sum(
-            int(count.text)
-            for count in (errors if errors is not None else ())
-            if "uncorrectable" in count.tag and count.text is not None and count.text.isdigit()
-        ),
-        needs_reset=gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
-        is_broken=gpu.findtext("remapped_rows/remapped_row_failure") == "Yes",
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory=0 if memory is None else memory.total,
+        used=0 if memory is None else memory.used,
+        mig=_if_supported(pynvml.nvmlDeviceGetMigMode, handle, otherwise=(0, 0))[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        persistence=bool(_if_supported(pynvml.nvmlDeviceGetPersistenceMode, handle, otherwise=True)),
+        uncorrected_errors=_if_supported(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected, otherwise=0),
+        needs_reset=bool(pending),
+        is_broken=bool(failed),
     )
 
 
-def _mebibytes(text: str) -> int:
-    number, _, unit = text.partition(" ")
-    return int(number) * MIB if unit == "MiB" and number.isdigit() else 0
+def _are_linked(first: Any, second: Any) -> bool:
+    status = _if_supported(
+        pynvml.nvmlDeviceGetP2PStatus, first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK, otherwise=None
+    )
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
-def parse_slow_pairs(matrix: str) -> list[str]:
-    """Return the pairs of GPUs that no NVLink connects, from the output of ``nvidia-smi topo -m``."""
-    # nvidia-smi underlines the header with control sequences of the terminal.
-    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
-    rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
-    return [
-        f"{row[0]}–{rows[other][0]}"
-        for number, row in enumerate(rows)
-        for other in range(number + 1, len(rows))
-        if not row[1 + other].startswith("NV")
-    ]
+def _if_supported(read: Callable[..., Any], *arguments: Any, otherwise: Any) -> Any:
+    """Return a property that not every GPU has, or that not every driver knows."""
+    try:
+        return read(*arguments)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return otherwise
 
 
 def judge_gpus(facts: GpuFacts | None, *, wanted: int, tensor_parallel: int, torch_cuda: str | None) -> list[Finding]:

@@ -4,15 +4,12 @@ vLLM has no hook for speculators of V2. It builds one of a fixed list, counts th
 that V2 does not support, and permits asynchronous scheduling only for methods of another list. The functions below
 replace these decisions for engines that are configured for this drafter, and for no others. :func:`check` verifies the
 effect in a running engine.
-
-On CPUs, they also replace kernels that Triton's interpreter would run; see :mod:`rollout_worker.engine.cpu_kernels`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +43,6 @@ def install() -> None:
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
         _replace(runner, "init_speculator", _init_speculator)
-    _prepare_cpus()
 
 
 def check(runner: Any, vllm_config: Any) -> None:
@@ -87,16 +83,13 @@ def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:
     return lambda drafts: get_world_group().broadcast_object(drafts, src=source)
 
 
-def _replace(
-    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_class_method: bool = False
-) -> None:
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     if hasattr(original, _INSTALLED):
         return
     replacement = functools.wraps(original)(make(original))
     setattr(replacement, _INSTALLED, original)
-    # `original` of a class method is bound to the class already.
-    setattr(owner, name, staticmethod(replacement) if is_class_method else replacement)
+    setattr(owner, name, replacement)
 
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,40 +114,6 @@ def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
         return features
 
     return unsupported_features
-
-
-def _prepare_cpus() -> None:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        platform = type(current_platform)
-        _replace(platform, "check_and_update_config", _keep_asynchronous_scheduling, is_class_method=True)
-        _replace(platform, "register_triton_kernel_overrides", _register_kernels, is_class_method=True)
-
-
-def _keep_asynchronous_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let CPU engines with V2 schedule asynchronously, as GPU engines do. vLLM disables it: CPUs do not need it."""
-
-    def check_and_update_config(vllm_config: Any) -> None:
-        wanted = vllm_config.scheduler_config.async_scheduling
-        original(vllm_config)
-        if vllm_config.use_v2_model_runner:
-            vllm_config.scheduler_config.async_scheduling = wanted
-
-    return check_and_update_config
-
-
-def _register_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace kernels in the processes that run the model, which is where vLLM calls this function of its platform."""
-
-    def register_triton_kernel_overrides() -> None:
-        original()
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-            from rollout_worker.engine import cpu_kernels
-
-            cpu_kernels.register()
-
-    return register_triton_kernel_overrides
 
 
 def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -231,10 +231,7 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
             # With several ranks, vLLM compiles the embedding even with enforce_eager. Images without a compiler cannot
             # do this.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
-        if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-            defaults["TRITON_INTERPRET"] = "1"
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 needs a GPU
     else:
         # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
         # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").

@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 class CallError(Exception):
-    """A call has failed; ``error_type`` is a value of ``rollout_worker.environment.errors.EnvironmentErrorType``."""
+    """A call has failed; ``error_type`` is a value of ``EnvironmentErrorType`` in ``supervisor.py``."""
 
     def __init__(self, error_type: str, message: str) -> None:
         super().__init__(message)

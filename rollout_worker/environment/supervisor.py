@@ -1,4 +1,4 @@
-"""Keeps an environment's process running, and turns everything that happens to it into results of calls."""
+"""Runs an environment in a process of its own, and restarts it when it fails."""
 
 from __future__ import annotations
 
@@ -13,13 +13,46 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import chain, count
 from typing import Any, Final
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Environment
-from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
 from rollout_worker.environment.process import EnvironmentProcess
+
+
+class EnvironmentErrorType(StrEnum):
+    """Why a rollout got no reward."""
+
+    EXCEPTION = "exception"
+    """The environment raised an exception."""
+    REWARD = "reward"
+    """The environment returned something that is not a finite number."""
+    TIMEOUT = "timeout"
+    """The environment took longer than ``timeoutSeconds``."""
+    MEMORY = "memory"
+    """The environment exceeded ``memoryLimit``."""
+    EXIT = "exit"
+    """The environment's process ended."""
+    SAMPLING = "sampling"
+    """The job did not answer a turn of the rollout."""
+    UNAVAILABLE = "unavailable"
+    """The environment could not be loaded again after its process had ended."""
+
+
+class EnvironmentCallError(Exception):
+    """A call of an environment has failed."""
+
+    def __init__(self, error_type: EnvironmentErrorType, message: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        """What has happened."""
+
+
+class EnvironmentLoadError(Exception):
+    """An environment cannot be loaded, or has no usable problems."""
+
 
 logger = logging.getLogger(__name__)
 

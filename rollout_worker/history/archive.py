@@ -27,10 +27,12 @@ from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draf
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.limits import ROLLOUTS_PER_IMPORT_BATCH
 from rollout_worker.history.metadata import HistoryMetadata
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import AppendResult, HistoryStore
+
+ROLLOUTS_PER_IMPORT_BATCH = 64
+"""Number of rollouts that an import appends together."""
 
 FORMAT = "das-rollout-history"
 VERSION = 1

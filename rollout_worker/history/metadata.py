@@ -11,9 +11,13 @@ from redis.typing import EncodableT, FieldT
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run
-from rollout_worker.history.limits import FIELDS_PER_ROUND_TRIP, MAX_KNOWN_VERSIONS
-from rollout_worker.history.queries import batches, decode_names
+from rollout_worker.history.catalog import batches, decode_names
 from rollout_worker.history.window import ALWAYS_KEPT, cutoff_generation, oldest_kept
+
+FIELDS_PER_ROUND_TRIP = 1000
+"""Maximum number of hash fields in one command or server function, which takes a few thousand arguments."""
+MAX_KNOWN_VERSIONS = 10_000
+"""Number of latest generations whose run and weight version are kept; older ones are no longer referred to."""
 
 logger = logging.getLogger(__name__)
 

@@ -92,6 +92,7 @@ def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPR
     """
     tokens, token_bytes = _concatenate([record.tokens for record in records])
     contexts, context_bytes = _concatenate([record.context for record in records])
+    sources = [encode_draft_sources(record.draft_sources) for record in records]
     columns = [
         [record.rollout_id for record in records],
         _encode_runs([record.run for record in records]),
@@ -103,9 +104,8 @@ def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPR
         [len(record.context) for record in records],
         token_bytes,
         context_bytes,
+        [len(encoded) for encoded in sources],
     ]
-    sources = [encode_draft_sources(record.draft_sources) for record in records]
-    columns.append([len(encoded) for encoded in sources])
     packed_columns = msgpack.packb(columns)
     body = struct.pack("<I", len(packed_columns)) + packed_columns + tokens + contexts + b"".join(sources)
     compressed = zstandard.ZstdCompressor(level=level).compress(body)
@@ -248,3 +248,28 @@ def _split_sources(encoded: bytes, sizes: Sequence[int], lengths: Sequence[int])
         split.append(sources)
         start += size
     return split
+
+
+START = "-"
+"""Cursor in front of the first entry of a log."""
+
+
+def block_name(newest_generation: int, last_entry: str) -> str:
+    """Return the name of a block."""
+    return f"{newest_generation}:{last_entry}"
+
+
+def last_entry_of(block: bytes) -> str:
+    """Return the id of the last log entry that was packed into the block of this name."""
+    return block.decode(errors="replace").rpartition(":")[2]
+
+
+def entry_position(entry_id: str) -> tuple[int, int]:
+    """Return a log entry's id as numbers that can be compared; what is not an id comes first."""
+    milliseconds, _, number = entry_id.partition("-")
+    return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (-1, -1)
+
+
+def block_position(block: bytes) -> tuple[int, int]:
+    """Return the position in the log of the last entry that was packed into the block of this name."""
+    return entry_position(last_entry_of(block))

@@ -1,27 +1,164 @@
-"""Appends finished rollouts to a history in Redis, and reads them back."""
+"""Appends finished rollouts to a history in Redis, reads them back, and keeps statistics about them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import struct
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import redis
+import zstandard
 
-from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import pack_entry, pack_recent, rollout_key, unpack_entries
+from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
+from rollout_api.protocol.length_entries import (
+    LengthEntry,
+    pack_entry,
+    pack_recent,
+    rollout_key,
+    unpack_entries,
+    unpack_recent,
+)
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
-from rollout_worker.history.blocks import START, block_position, entry_position, last_entry_of
-from rollout_worker.history.catalog import ProblemCatalog, ProblemChange
-from rollout_worker.history.drafter_state import decode_drafter_state, encode_drafter_state
-from rollout_worker.history.limits import ENTRIES_PER_READ, MAX_READ_ATTEMPTS, MAX_REWARD
+from rollout_worker.history.catalog import ProblemCatalog, ProblemChange, query_problems, raise_unless_key_error
 from rollout_worker.history.metadata import HistoryInfo, HistoryMetadata, list_histories
-from rollout_worker.history.queries import raise_unless_key_error
-from rollout_worker.history.records import HistoryRecord, RecordError, decode_record, decode_records, encode_record
-from rollout_worker.history.statistics import HistoryStatistics, rewards_of
+from rollout_worker.history.records import (
+    START,
+    HistoryRecord,
+    RecordError,
+    block_position,
+    decode_record,
+    decode_records,
+    encode_record,
+    entry_position,
+    last_entry_of,
+)
+
+MAX_READ_ATTEMPTS = 3
+"""Number of attempts to read a problem while it is being compacted."""
+MAX_REWARD = 3.4e38
+"""Limit of a reward's absolute value: suffix indexes store rewards as float32."""
+ENTRIES_PER_READ = 512
+"""Maximum number of log entries of one problem in one read."""
+
+_COMPRESSION_LEVEL = 3
+_MAX_BYTES = 2**24
+"""Maximum decompressed size, so that damaged data does not request all memory."""
+
+
+def encode_drafter_state(state: bytes) -> bytes:
+    """Compress a state (``SuffixIndex.state_dict``) and add a checksum."""
+    return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True).compress(state)
+
+
+def decode_drafter_state(data: bytes) -> bytes:
+    """Reverse :func:`encode_drafter_state`.
+
+    Raises:
+        RecordError: *data* is not an encoded state.
+    """
+    try:
+        if not 0 <= zstandard.frame_content_size(data) <= _MAX_BYTES:
+            raise RecordError("its decompressed size is out of range")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise RecordError(f"it cannot be decompressed: {error}") from None
+
+
+_DECAY = Function(__package__, "decay")
+
+
+class HistoryStatistics:
+    """Lengths, rewards and acceptance counts of one history."""
+
+    def __init__(self, client: Redis, keys: HistoryKeys) -> None:
+        self._client = client
+        self._keys = keys
+
+    # Lengths and rewards
+
+    def length_entries(self, problem_id: str) -> list[LengthEntry]:
+        """Return lengths and rewards of a problem's rollouts."""
+        stored: Any = self._client.hgetall(self._keys.lengths(problem_id))
+        return unpack_entries(stored)
+
+    def length_entries_by_problem(self, problem_ids: Iterable[str]) -> dict[str, list[LengthEntry]]:
+        """Return lengths and rewards of several problems; none for a problem with a key of the wrong type."""
+        stored = query_problems(
+            self._client, problem_ids, lambda pipeline, problem_id: pipeline.hgetall(self._keys.lengths(problem_id))
+        )
+        return {problem_id: unpack_entries(entries or {}) for problem_id, entries in stored.items()}
+
+    def rewards(self, problem_id: str) -> dict[bytes, float]:
+        """Return rewards of a problem's rollouts, by ``rollout_key``."""
+        return rewards_of(self.length_entries(problem_id))
+
+    def length_stats(self, problem_id: str | None = None) -> LengthStats:
+        """Return length statistics of a problem's rollouts; of the latest rollouts of all problems if it is None."""
+        if problem_id is not None:
+            return self.length_stats_by_problem([problem_id])[problem_id]
+        pipeline = self._client.pipeline(transaction=False)
+        for shard in range(NUM_SHARDS):
+            pipeline.lrange(self._keys.recent_lengths(shard), 0, -1)
+        return LengthStats.from_lengths(unpack_recent(entry for reply in pipeline.execute() for entry in reply))
+
+    def length_stats_by_problem(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
+        """Return length statistics of several problems; empty ones for a problem with a key of the wrong type."""
+        entries_by_problem = self.length_entries_by_problem(problem_ids)
+        return {problem_id: length_stats_of(entries) for problem_id, entries in entries_by_problem.items()}
+
+    # Acceptance by age
+
+    def add_acceptance(self, by_age: Mapping[int, tuple[float, float]]) -> None:
+        """Add numbers of (drafted, accepted) draft tokens by the age, in generations, of the rollouts behind them."""
+        pipeline = self._client.pipeline(transaction=False)
+        for age, (drafted, accepted) in by_age.items():
+            pipeline.hincrbyfloat(self._keys.acceptance_by_age, f"{age}:drafted", drafted)
+            pipeline.hincrbyfloat(self._keys.acceptance_by_age, f"{age}:accepted", accepted)
+        pipeline.execute()
+
+    def acceptance_by_age(self) -> dict[int, tuple[float, float]]:
+        """Return numbers of (drafted, accepted) draft tokens by age, since they were reset last."""
+        stored: Any = self._client.hgetall(self._keys.acceptance_by_age)
+        by_age: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
+        for name, value in stored.items():
+            age, _, count = name.partition(b":")
+            by_age[int(age)][count] = float(value)
+        return {
+            age: (counts.get(b"drafted", 0.0), counts.get(b"accepted", 0.0)) for age, counts in sorted(by_age.items())
+        }
+
+    def decay_acceptance(self, generation: int, half_life: int) -> None:
+        """Decay the acceptance counts, once for each new generation.
+
+        Args:
+            generation: the newest generation.
+            half_life: number of generations after which a count is worth half.
+        """
+        call = Call(_DECAY, [self._keys.acceptance_by_age, self._keys.meta], [generation, half_life])
+        run(self._client, call)
+
+    def reset_acceptance(self) -> None:
+        """Delete the acceptance counts, because those that follow are measured with another age limit."""
+        self._client.delete(self._keys.acceptance_by_age)
+
+
+def rewards_of(entries: Iterable[LengthEntry]) -> dict[bytes, float]:
+    """Return the rewards in a problem's length entries, by ``rollout_key``."""
+    return {entry.key: entry.reward for entry in entries if entry.reward is not None and math.isfinite(entry.reward)}
+
+
+def length_stats_of(entries: Iterable[LengthEntry]) -> LengthStats:
+    """Return length statistics of a problem's length entries."""
+    return LengthStats.from_lengths((entry.generation, entry.length, entry.cut_off) for entry in entries)
+
 
 logger = logging.getLogger(__name__)
 
@@ -286,3 +423,59 @@ class HistoryStore:
     def save_drafter_state(self, state: bytes) -> None:
         """Save a drafter's learned state for engines that start later, in place of an earlier one."""
         self.client.set(self.keys.drafter_state, encode_drafter_state(state))
+
+
+LENGTH_LOOKUP_TIMEOUT_S = 1.0
+"""Seconds to wait for length statistics; all requests of a job wait for them."""
+LENGTH_LOOKUP_RETENTION_S = 5.0
+"""Seconds for which statistics that were looked up are used again."""
+LENGTH_LOOKUP_PAUSE_S = 30.0
+"""Seconds without a lookup after one has failed."""
+
+NO_LENGTH_STATS = LengthStats.from_lengths(())
+"""Statistics of a problem of which nothing is known."""
+
+
+class LengthLookup:
+    """Looks up length statistics in one history, without ever delaying its caller for long.
+
+    Statistics are kept for a few seconds, because the turns of many trajectories ask for those of the same problems.
+    """
+
+    def __init__(self, store: HistoryStore) -> None:
+        self._store = store
+        self._not_before = 0.0
+        self._known: OrderedDict[str, tuple[float, LengthStats]] = OrderedDict()
+        """Problem id → ``time.monotonic()`` of the lookup, and the statistics; oldest first."""
+
+    async def fetch(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
+        """Return length statistics by problem id; empty ones if nothing is known or the history does not answer."""
+        distinct = list(dict.fromkeys(problem_ids))
+        now = time.monotonic()
+        while self._known and next(iter(self._known.values()))[0] < now - LENGTH_LOOKUP_RETENTION_S:
+            self._known.popitem(last=False)
+        known = {problem: self._known[problem][1] for problem in distinct if problem in self._known}
+        missing = [problem for problem in distinct if problem not in known]
+        return known | (await self._look_up(missing) if missing else {})
+
+    async def _look_up(self, problem_ids: list[str]) -> dict[str, LengthStats]:
+        unknown = dict.fromkeys(problem_ids, NO_LENGTH_STATS)
+        if time.monotonic() < self._not_before:
+            return unknown
+        try:
+            lookup = asyncio.to_thread(self._store.statistics.length_stats_by_problem, problem_ids)
+            found = await asyncio.wait_for(lookup, LENGTH_LOOKUP_TIMEOUT_S)
+        except (redis.RedisError, TimeoutError) as error:
+            self._not_before = time.monotonic() + LENGTH_LOOKUP_PAUSE_S
+            logger.warning(
+                "History %s does not return length statistics (%s: %s); requests are scheduled in order of arrival.",
+                self._store.keys.full_name,
+                type(error).__name__,
+                error,
+            )
+            return unknown
+        now = time.monotonic()
+        for problem, stats in found.items():
+            self._known[problem] = now, stats
+            self._known.move_to_end(problem)
+        return found

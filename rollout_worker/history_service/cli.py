@@ -29,38 +29,45 @@ from rollout_api.redis_client.server_functions import Redis
 from rollout_api.status_token import StatusToken, StatusTokenError
 from rollout_worker.history.archive import ArchiveError, export_history, import_history
 from rollout_worker.history.catalog import StoredProblem
-from rollout_worker.history.limits import RETENTION_S
-from rollout_worker.history.maintenance.lease import new_lease_token
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.contents import (
+    Decoder,
+    ProblemContents,
+    TableError,
+    TokenizerError,
+    export_dataset,
+    export_parquet,
+    load_decoder,
+    read_problem,
+    show_ids,
+)
+from rollout_worker.history.maintenance.maintainer import RETENTION_S, HistoryMaintainer, new_lease_token
 from rollout_worker.history.maintenance.planner import MaintenancePlan
-from rollout_worker.history.maintenance.run import MaintenanceCounts
+from rollout_worker.history.maintenance.run import MaintenanceCounts, MaintenanceOperations
 from rollout_worker.history.metadata import HistoryMismatchError, list_histories
-from rollout_worker.history.problem_contents import ProblemContents, read_problem
 from rollout_worker.history.records import encode_record
 from rollout_worker.history.store import HistoryStore, UnknownHistoryError
-from rollout_worker.history.table import TableError, export_dataset, export_parquet
-from rollout_worker.history.token_texts import Decoder, TokenizerError, load_decoder, show_ids
 from rollout_worker.history.window import describe_age_limit
-from rollout_worker.history_service.formatting import (
+from rollout_worker.history_service.service import HistoryServer, HistoryService
+from rollout_worker.history_service.views import (
+    ProblemRow,
+    acceptance_table,
+    compare_rollouts,
     console,
+    count_histogram,
     format_age,
     format_bytes,
     format_duration,
-    new_table,
-    print_json,
-)
-from rollout_worker.history_service.histograms import (
-    acceptance_table,
-    count_histogram,
+    legend,
+    length_quantiles,
     length_shares,
+    new_table,
+    num_drafted,
+    print_json,
+    problem_rows,
     share_histogram,
+    show_rollout,
+    statistics_document,
 )
-from rollout_worker.history_service.http import HistoryServer
-from rollout_worker.history_service.problem_list import ProblemRow, problem_rows
-from rollout_worker.history_service.rollout_view import compare_rollouts, legend, num_drafted, show_rollout
-from rollout_worker.history_service.service import HistoryService
-from rollout_worker.history_service.statistics_document import length_quantiles, statistics_document
 from rollout_worker.runtime.exit_message import exit_with_error
 from rollout_worker.runtime.model_cache import default_cache
 

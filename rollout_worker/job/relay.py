@@ -29,8 +29,7 @@ from rollout_worker.job.limits import (
     RELAY_WAIT_S,
 )
 from rollout_worker.job.request_trace import RequestTrace
-from rollout_worker.job.tracing.exporter import TraceExporter
-from rollout_worker.job.tracing.spans import SpanData, span_of_append
+from rollout_worker.job.tracing import SpanData, TraceExporter, span_of_append
 
 logger = logging.getLogger(__name__)
 

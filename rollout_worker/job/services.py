@@ -20,12 +20,12 @@ import uvloop
 
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.status_token import StatusToken
-from rollout_worker.history.maintenance.thread import MaintenanceThread
+from rollout_worker.history.maintenance.maintainer import MaintenanceThread
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.job.tracing.exporter import TraceExporter
+from rollout_worker.job.tracing import TraceExporter
 from rollout_worker.runtime.log_files import logging_to_file
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import redis
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.report.reading import NothingToReportError, read_recording
-from rollout_worker.report.recording_file import save_recording
+from rollout_worker.report.recording import save_recording
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Reads the recording of a job from Redis."""
+"""Reads the recording of a job from Redis, with the texts of some of its problems."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from rollout_api.protocol.messages import Purpose, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect_async, connect_history
+from rollout_worker.history.contents import Decoder, decoder_of
+from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.token_texts import Decoder, decoder_of
 from rollout_worker.job.dataset.source import CLIENT_NAME
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
-from rollout_worker.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem
-from rollout_worker.report.viewed_problems import MAX_TOKENS, choose_problems, read_problem
+from rollout_worker.report.recording import (
+    DraftCounts,
+    JobRecording,
+    PastLength,
+    ViewedProblem,
+    ViewedRollout,
+    choose_problems,
+)
 
 
 class NothingToReportError(LookupError):
@@ -160,3 +167,44 @@ def _positions(engines: Mapping[str, EngineReport]) -> list[DraftCounts]:
         )
         counts += [DraftCounts(engine, label, number, accepted.get(label, 0)) for label, number in drafted.items()]
     return sorted(counts, key=lambda one: (one.engine, one.number))
+
+
+MAX_TOKENS = 400_000
+"""Number of tokens of all shown rollouts together, which take a few MB in the page."""
+MAX_ROLLOUT_TOKENS = 8_192
+"""Number of tokens that are shown of one rollout."""
+
+
+def read_problem(
+    store: HistoryStore, problem_id: str, decode: Decoder, prompt: Sequence[int] | None, max_tokens: int
+) -> ViewedProblem:
+    """Read the newest rollouts of a problem, of at most *max_tokens* tokens together."""
+    records: dict[str, HistoryRecord] = {}
+    rewards: dict[bytes, float] = {}
+    for part in store.read_all(problem_id):
+        records |= {record.rollout_id: record for record in part.records}
+        rewards |= part.rewards or {}
+    newest_first = sorted(records.values(), key=lambda record: (record.generation, record.rollout_id), reverse=True)
+    shown: list[ViewedRollout] = []
+    left = max_tokens
+    for record in newest_first:
+        ids = record.tokens[:MAX_ROLLOUT_TOKENS].tolist()
+        if shown and len(ids) > left:
+            break
+        left -= len(ids)
+        shown.append(_viewed(record, decode(ids), rewards.get(rollout_key(record.rollout_id))))
+    prompt_text = None if not prompt else "".join(decode(list(prompt)))
+    return ViewedProblem(problem_id, prompt_text, shown[::-1], len(newest_first) - len(shown))
+
+
+def _viewed(record: HistoryRecord, tokens: list[str], reward: float | None) -> ViewedRollout:
+    return ViewedRollout(
+        rollout_id=record.rollout_id,
+        weight_version=record.weight_version,
+        generation=record.generation,
+        finish_reason=record.finish_reason,
+        reward=reward,
+        num_tokens=len(record.tokens),
+        tokens=tokens,
+        sources=list(record.draft_sources[: len(tokens)]),
+    )

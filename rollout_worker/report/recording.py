@@ -1,11 +1,18 @@
-"""All that a report about a job needs, as plain data."""
+"""All that a report about a job needs, as plain data, and as a compressed JSON file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import pvariance
+from typing import Any, NamedTuple
 
-from rollout_api.protocol.timeline import EndedRollout, Measurement
+from pydantic import TypeAdapter, ValidationError
+
+from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
 
 
 class PastLength(NamedTuple):
@@ -102,3 +109,113 @@ class JobRecording:
     """Draft tokens by position, of the engines that are still registered."""
     problems: list[ViewedProblem] = field(default_factory=list)
     """The problems whose rollouts the report shows."""
+
+
+MAX_PROBLEMS = 12
+"""Number of problems whose rollouts a report shows by default."""
+FORMAT = "das-rollout recording"
+VERSION = 1
+"""Version of the format, which changes when files of earlier releases could not be read any more."""
+_RECORDING: TypeAdapter[JobRecording] = TypeAdapter(JobRecording)
+_MAX_BYTES = 2**30
+"""Maximum decompressed size of a file, so that damaged data does not request all memory."""
+
+
+class RecordingError(ValueError):
+    """A file is not a recording that this release can read; the message says why and what to do."""
+
+
+def save_recording(recording: JobRecording, file: Path) -> None:
+    """Write *recording* to *file*, which it replaces at once when everything is written.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    content |= {one.name: getattr(recording, one.name) for one in fields(recording)}
+    content["ended"] = _table(EndedRollout, recording.ended)
+    content["measurements"] = [
+        _values(measurement) | {"engines": _table(EngineMeasurement, measurement.engines)}
+        for measurement in recording.measurements
+    ]
+    content["problems"] = [
+        _values(problem) | {"rollouts": [_values(rollout) for rollout in problem.rollouts]}
+        for problem in recording.problems
+    ]
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
+        with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as stream:
+            stream.write(json.dumps(content, separators=(",", ":")))
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_recording(file: Path) -> JobRecording:
+    """Read a recording.
+
+    Raises:
+        RecordingError: if the file cannot be read, is something else, or was written by a later release.
+    """
+    try:
+        with gzip.open(file, "rb") as stream:
+            text = stream.read(_MAX_BYTES + 1)
+    except gzip.BadGzipFile:
+        raise RecordingError(f"{file} is not a recording of a job, which is a compressed JSON file") from None
+    except EOFError:
+        raise RecordingError(f"{file} is incomplete; write it again with rollout report JOB --save") from None
+    except OSError as error:
+        raise RecordingError(f"cannot read {file}: {error.strerror or error}") from None
+    if len(text) > _MAX_BYTES:
+        raise RecordingError(f"{file} is too large for a recording of a job")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RecordingError(f"{file} is not a recording of a job; write one with rollout report JOB --save FILE")
+    if content.get("version") != VERSION:
+        raise RecordingError(
+            f"{file} has version {content.get('version')} of the format of recordings, and this release reads version "
+            f"{VERSION}; use the release that wrote it ({content.get('release')})"
+        )
+    try:
+        content["ended"] = _rows(content["ended"])
+        for measurement in content["measurements"]:
+            measurement["engines"] = _rows(measurement["engines"])
+        return _RECORDING.validate_python(content)
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RecordingError(f"{file} is a damaged recording ({reason}); write it again") from None
+
+
+def _values(entry: Any) -> dict[str, Any]:
+    return {one.name: getattr(entry, one.name) for one in fields(entry)}
+
+
+def _table(kind: Any, entries: Sequence[Any]) -> dict[str, Any]:
+    """Return dataclasses as rows of values with the names of the columns, which are written only once."""
+    names = [one.name for one in fields(kind)]
+    return {"columns": names, "rows": [[getattr(entry, name) for name in names] for entry in entries]}
+
+
+def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def choose_problems(lengths: Mapping[str, Sequence[PastLength]], count: int = MAX_PROBLEMS) -> list[str]:
+    """Return the problems that are most worth reading.
+
+    Those with the highest variance of rewards and those with the longest rollouts take turns. Problems of a single
+    generation come last, because there is nothing to compare.
+    """
+    known = {problem: entries for problem, entries in lengths.items() if entries}
+    by_length = sorted(known, key=lambda problem: (-max(entry.length for entry in known[problem]), problem))
+    by_variance = sorted(known, key=lambda problem: (-_variance(known[problem]), problem))
+    turns = dict.fromkeys(problem for pair in zip(by_variance, by_length, strict=True) for problem in pair)
+    return sorted(turns, key=lambda problem: len({entry.generation for entry in known[problem]}) == 1)[:count]
+
+
+def _variance(entries: Sequence[PastLength]) -> float:
+    rewards = [entry.reward for entry in entries if entry.reward is not None]
+    return pvariance(rewards) if rewards else 0.0

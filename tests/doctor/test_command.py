@@ -118,9 +118,8 @@ def test_a_machine_beside_the_cluster_needs_no_gpus(
     cluster: tuple[str, ...], severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 1}}}))
+    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 64}}}))
     _, found = examine("-f", str(file), *cluster)
     assert severity == found["GPUs"]["GPUs"]["severity"]
 

@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Environment
 from rollout_worker.environment import process
-from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
-from rollout_worker.environment.supervisor import MAX_IN_FLIGHT, EnvironmentSupervisor
+from rollout_worker.environment.supervisor import (
+    MAX_IN_FLIGHT,
+    EnvironmentCallError,
+    EnvironmentErrorType,
+    EnvironmentLoadError,
+    EnvironmentSupervisor,
+)
 from tests.support.waiting import wait_for
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"

@@ -24,10 +24,9 @@ from rollout_worker.history.archive import (
     import_history,
     read_contents,
 )
-from rollout_worker.history.blocks import START
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.maintenance.run import MaintenanceOperations
 from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.history.records import HistoryRecord
+from rollout_worker.history.records import START, HistoryRecord
 from rollout_worker.history.store import HistoryStore, UnknownHistoryError
 from tests.support.redis_servers import Cluster, Server
 

@@ -30,7 +30,7 @@ from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.cli import app
-from rollout_worker.history_service.histograms import bin_edges, length_shares
+from rollout_worker.history_service.views import bin_edges, length_shares
 from tests.support.history_contents import KEYS, OTHER
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for

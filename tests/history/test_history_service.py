@@ -14,7 +14,7 @@ import pytest
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys
 from rollout_api.redis_client.connection import connect_history
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.maintenance.run import MaintenanceOperations
 from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.service import HistoryService

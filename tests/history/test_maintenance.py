@@ -17,12 +17,11 @@ import redis
 from rollout_api.protocol.keys import HISTORY_NAMES
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.blocks import START
-from rollout_worker.history.limits import COMPACTION_DELAY_S, MAX_KNOWN_VERSIONS
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.maintenance.thread import MaintenanceThread
-from rollout_worker.history.metadata import VERSION_FIELD_PREFIX, list_histories
+from rollout_worker.history.maintenance.maintainer import HistoryMaintainer, MaintenanceThread
+from rollout_worker.history.maintenance.planner import COMPACTION_DELAY_S
+from rollout_worker.history.maintenance.run import MaintenanceOperations
+from rollout_worker.history.metadata import MAX_KNOWN_VERSIONS, VERSION_FIELD_PREFIX, list_histories
+from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
 from tests.support.history_contents import (
     KEYS,

@@ -119,6 +119,7 @@ SOURCES_OF_TWO = encode_draft_sources(b"\2\2")
         (1, ["run", 2], "run of equal"),
         (1, ["run", -1], "run of equal"),
         (2, ["one"], "not an integer"),
+        (3, [2**63], "generation"),
         (3, [-1], "generation"),
         (3, [2**60], "generation"),
         (6, [-2], "negative"),

@@ -22,7 +22,7 @@ from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.recorded_manifest import record_manifest
 from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
-from rollout_worker.report.recording_file import load_recording
+from rollout_worker.report.recording import load_recording
 from tests.support.waiting import wait_for
 
 MANIFEST = {

@@ -18,7 +18,7 @@ from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.messages import encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
+from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.launch.worker import warn_if_unusable
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis

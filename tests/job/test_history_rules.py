@@ -15,8 +15,8 @@ from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
 from rollout_api.redis_client.connection import connect
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.blocks import START
 from rollout_worker.history.metadata import HistoryMismatchError
+from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
 from rollout_worker.job.ending import end_job

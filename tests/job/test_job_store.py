@@ -22,7 +22,7 @@ from rollout_api.protocol.messages import Partial, Rollout, RolloutRequest, Weig
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.retry import retry_async
 from rollout_api.redis_client.wire import Wire
-from rollout_worker.history.blocks import START
+from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import (
     Admission,

@@ -15,8 +15,7 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
-from rollout_worker.history.records import HistoryRecord
+from rollout_worker.history.records import START, HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay

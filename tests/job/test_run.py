@@ -27,7 +27,7 @@ from rollout_api.protocol.status import CoordinatorStatus
 from rollout_worker.cli.main import app
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.report.recording_file import load_recording
+from rollout_worker.report.recording import load_recording
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.acceptance import accepted_per_step
 from tests.support.browser import chromium, drawn_marks

@@ -15,9 +15,9 @@ from textual.widgets import Static
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_worker.cli.top import view
-from rollout_worker.cli.top.app import TopApp
-from rollout_worker.cli.top.live_job import LiveJob, predicted
+from rollout_worker.cli import top_view as view
+from rollout_worker.cli.top import LiveJob, predicted
+from rollout_worker.cli.top_view import TopApp
 from rollout_worker.job.job_store import RolloutProgress
 from tests.support.job_messages import request, rollout
 

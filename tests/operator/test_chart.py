@@ -34,8 +34,7 @@ from rollout_operator.reconciler import Reconciler
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
-from rollout_worker.history_service.http import HistoryCollector
-from rollout_worker.history_service.service import ServiceState
+from rollout_worker.history_service.service import HistoryCollector, ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.job_store import EngineReport
 from scripts import crd

@@ -33,9 +33,7 @@ MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
 USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines use vLLM's V2 model runner."""
-needs_v2 = pytest.mark.skipif(
-    not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
-)
+needs_v2 = pytest.mark.skipif(not USES_V2, reason="run with make test-v2")
 """Marks tests of what only vLLM's V2 model runner can do."""
 
 

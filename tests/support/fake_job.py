@@ -1,4 +1,4 @@
-"""A job's side of the protocol in plain Redis commands, written from docs/protocol.md instead of shared code."""
+"""A job's side of the protocol in plain Redis commands, written independently of the job's own code."""
 
 from __future__ import annotations
 

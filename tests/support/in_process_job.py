@@ -17,7 +17,7 @@ from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.blocks import START
+from rollout_worker.history.records import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker

@@ -18,12 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
-from rollout_api import FinishReason, RolloutSummary, StepFigures
-from rollout_api.figures.step_figures import metric_names
 from rollout_api.integrations.loggers import (
     CombinedLogger,
     MlflowLogger,
@@ -32,6 +26,12 @@ from rollout_api.integrations.loggers import (
     TqdmLogger,
     WandbLogger,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from rollout_api import FinishReason, RolloutSummary, StepFigures
+from rollout_api.step_figures import metric_names
 from tests.support.wandb_files import records
 
 

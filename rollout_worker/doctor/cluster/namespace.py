@@ -10,8 +10,7 @@ from typing import Any
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_worker.doctor.findings import Finding, error, ok, warning
-from rollout_worker.doctor.units import GIB
+from rollout_worker.doctor.findings import GIB, Finding, error, ok, warning
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _HEAD_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(GIB)}

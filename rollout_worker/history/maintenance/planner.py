@@ -5,16 +5,70 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import redis
 
 from rollout_api.redis_client.retry import concerns_server
 from rollout_worker.history.catalog import StoredProblem
-from rollout_worker.history.limits import COMPACTION_DELAY_S, EMPTY_PROBLEM_S, EVICTION_TARGET
-from rollout_worker.history.maintenance.eviction import ProblemSize, generations_to_keep
 from rollout_worker.history.metadata import HistoryInfo
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.window import next_age_limit
+
+COMPACTION_DELAY_S = 30.0
+"""Seconds without a change after which a problem is compacted; before that, more of its rollouts are likely to come."""
+EMPTY_PROBLEM_S = 3600.0
+"""Seconds for which an announced problem without rollouts is kept; its first rollouts may still be running."""
+EVICTION_TARGET = 0.95
+"""Fraction of the byte cap that an eviction aims at, so that the next one is not due immediately."""
+
+
+class ProblemSize(NamedTuple):
+    """The size of a problem. Its bytes are assumed to be spread evenly over its generations."""
+
+    bytes: int
+    generations: int
+    """Number of generations, at least 1."""
+
+
+def generations_to_keep(problems: Sequence[ProblemSize], target: float) -> list[int]:
+    """Return how many generations each problem keeps, so that all problems together take at most *target* bytes.
+
+    The oldest generations are deleted first, from all problems alike: the problems with the most generations lose one,
+    then all problems with as many as these have now, and so on. Among problems with equally many generations, the least
+    recently used ones lose theirs first. A problem that loses its only generation is deleted. That comes last, because
+    training returns to its problems in turn and would always miss the problem that was deleted just before.
+
+    Args:
+        problems: sizes, least recently used first.
+        target: target size in bytes.
+
+    Returns:
+        For each problem a number from 0 to its number of generations. As few generations as possible are deleted: with
+        one more, the total would exceed *target*.
+    """
+    size = float(sum(problem.bytes for problem in problems))
+    bytes_per_generation = [problem.bytes / problem.generations for problem in problems]
+    level = max((problem.generations for problem in problems), default=0)
+    freed_at_level = [0.0] * (level + 1)
+    for problem, share in zip(problems, bytes_per_generation, strict=True):
+        freed_at_level[problem.generations] += share
+    freed = 0.0
+    while size > target and level > 0:
+        freed += freed_at_level[level]
+        if size - freed <= target:
+            break
+        size -= freed
+        level -= 1
+    kept = [min(problem.generations, level) for problem in problems]
+    for position, problem in enumerate(problems):
+        if size <= target:
+            break
+        if problem.generations >= level > 0:
+            kept[position] = level - 1
+            size -= bytes_per_generation[position]
+    return kept
+
 
 logger = logging.getLogger(__name__)
 

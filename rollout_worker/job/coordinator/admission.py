@@ -10,7 +10,7 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.engine.errors import AdmissionError
-from rollout_worker.history.length_lookup import LengthLookup
+from rollout_worker.history.store import LengthLookup
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.open_request import OpenRequest

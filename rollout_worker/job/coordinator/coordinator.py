@@ -7,8 +7,7 @@ import time
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.redis_client.retry import retry_async
-from rollout_worker.history.length_lookup import LengthLookup
-from rollout_worker.history.store import HistoryStore
+from rollout_worker.history.store import HistoryStore, LengthLookup
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.answers import Answers
@@ -32,7 +31,7 @@ from rollout_worker.job.coordinator.weight_passing import WeightPassing
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import CoordinatorLimits
-from rollout_worker.job.tracing.exporter import TraceExporter
+from rollout_worker.job.tracing import TraceExporter
 
 
 class Coordinator:

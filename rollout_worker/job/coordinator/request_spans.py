@@ -11,8 +11,7 @@ from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.job_store.timeline import EndedEntry
 from rollout_worker.job.request_trace import RequestTrace
-from rollout_worker.job.tracing.exporter import TraceExporter
-from rollout_worker.job.tracing.spans import SpanData, span_of_request, spans_of_rollout
+from rollout_worker.job.tracing import SpanData, TraceExporter, span_of_request, spans_of_rollout
 
 
 @dataclass

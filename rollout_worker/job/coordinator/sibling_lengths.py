@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.history.length_lookup import NO_LENGTH_STATS
+from rollout_worker.history.store import NO_LENGTH_STATS
 
 _HISTORY_WEIGHT = 2
 """Weight of the history's mean length in a prediction, in rollouts of the group itself."""

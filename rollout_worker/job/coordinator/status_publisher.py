@@ -24,7 +24,7 @@ from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.timeline_recorder import TimelineRecorder
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.tracing.exporter import TraceExporter
+from rollout_worker.job.tracing import TraceExporter
 from rollout_worker.policy.remaining_length import RemainingWork, SimilarRollouts, estimate_remaining_work
 
 logger = logging.getLogger(__name__)

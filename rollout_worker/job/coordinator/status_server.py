@@ -5,12 +5,12 @@ from __future__ import annotations
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from rollout_api.http_server import HttpServer
 from rollout_api.protocol.status import ServedStatus
 from rollout_api.status_token import StatusToken
 from rollout_worker.job.coordinator.metrics import StatusMetrics
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.limits import STALE_STATUS_S
-from rollout_worker.runtime.http_server import HttpServer
 
 _STARTING = "the coordinator is still reading the job's state"
 

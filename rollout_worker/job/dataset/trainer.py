@@ -20,12 +20,9 @@ from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, RolloutId, UpdateMode
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.retry import retry
-from rollout_worker.environment.errors import EnvironmentCallError
-from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from rollout_worker.environment.supervisor import EnvironmentCallError, EnvironmentSupervisor
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.dataset.environment_results import EnvironmentResults, RolloutError
-from rollout_worker.job.dataset.environment_source import EnvironmentProblem
-from rollout_worker.job.dataset.problems import DatasetProblem
+from rollout_worker.job.dataset.problems import DatasetProblem, EnvironmentProblem, EnvironmentResults, RolloutError
 from rollout_worker.job.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry

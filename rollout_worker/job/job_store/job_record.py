@@ -25,7 +25,7 @@ from rollout_worker.job.limits import STATUS_EXPIRY_S
 
 @dataclass(frozen=True)
 class JobDescription:
-    """What a client must know about a job before its first request; docs/protocol.md lists the fields."""
+    """What a client must know about a job before its first request (see docs/protocol.md)."""
 
     model: str
     vocabulary: int

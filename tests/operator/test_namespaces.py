@@ -10,8 +10,7 @@ from kubernetes.aio.client import ApiClient
 from rollout_operator.__main__ import parse_arguments
 from rollout_operator.http_server import MetricsCollector
 from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.namespaces import SelectedNamespaces
-from rollout_operator.object_cache import ObjectCache
+from rollout_operator.object_cache import ObjectCache, SelectedNamespaces
 from rollout_operator.reconciler import Reconciler
 
 

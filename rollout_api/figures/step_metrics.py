@@ -98,7 +98,7 @@ def step_metrics(
         if isinstance(one, RolloutSummary):
             summaries.append(one)
         elif isinstance(one, Group):
-            rewards_of_group = one.rewards or [None] * len(one.rollouts)
+            rewards_of_group: Sequence[float | None] = one.rewards or [None] * len(one.rollouts)
             summaries += [
                 RolloutSummary.of(rollout, reward=reward, newest_version=one.newest_version)
                 for rollout, reward in zip(one.rollouts, rewards_of_group, strict=True)

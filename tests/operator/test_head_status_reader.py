@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from rollout_operator import head_status_reader, names
+from rollout_operator.head_status import EngineStatus, HeadStatus
 from rollout_operator.head_status_reader import HeadStatusReader
 from rollout_operator.observed import PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.protocol.status import EngineEntry, ServedStatus
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
 """A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
@@ -108,3 +110,8 @@ def test_a_head_that_stops_answering_loses_its_status() -> None:
         await reader.close()
 
     asyncio.run(scenario())
+
+
+def test_every_field_is_in_the_coordinators_status() -> None:
+    assert set() == HeadStatus.model_fields.keys() - ServedStatus.__required_keys__
+    assert set() == EngineStatus.model_fields.keys() - EngineEntry.__required_keys__

@@ -19,8 +19,8 @@ from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.token_texts import Decoder, decoder_of
 from rollout_worker.job.dataset.source import CLIENT_NAME
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.job_store.part import as_text
 from rollout_worker.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem
 from rollout_worker.report.viewed_problems import MAX_TOKENS, choose_problems, read_problem
 

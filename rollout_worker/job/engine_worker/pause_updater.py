@@ -7,7 +7,6 @@ import logging
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.messages import PauseMode
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.job_store import JobStore
@@ -35,7 +34,7 @@ class PauseUpdater:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            mode = await retry_async(self._job_store.job.pause)
+            mode = await self._job_store.job.pause()
             applying = asyncio.ensure_future(self._apply(mode))
             requested = asyncio.ensure_future(self._requested.wait())
             try:

@@ -7,7 +7,6 @@ from collections import OrderedDict
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest, decode
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import MAX_CACHED_REQUESTS
 
@@ -49,5 +48,5 @@ class RequestCache:
             self._reads.popitem(last=False)
 
     async def _read(self, entry: str) -> RolloutRequest | None:
-        request = await retry_async(self._job_store.requests.read, entry)
+        request = await self._job_store.requests.read(entry)
         return request.with_defaults(self._defaults) if request is not None else None

@@ -166,10 +166,10 @@ class AsyncRolloutClient(JobConnection):
         redis, policy = self._redis, self._policy
         job, ending = await find_job(redis, policy, self.name, self._job_name, self._uid, self._timeout)
         keys = MessageKeys(job.uid)
-        sender, leftovers = RequestSender(redis, job, policy), Leftovers(self.name)
-        results = Results(redis, keys, self.name, sender, policy, leftovers=leftovers)
-        results.ending = ending
-        monitor = JobMonitor(redis, job, self._job_name, results, sender)
+        sender, leftovers = RequestSender(redis, keys, policy), Leftovers(self.name)
+        results = Results(redis, job, self.name, sender, policy, leftovers=leftovers)
+        results.observe(None, ending)
+        monitor = JobMonitor(redis, job, self._job_name, results)
         await results.open()
         return _Session(
             keys=keys,

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.client.job_info import JobInfo, ended_error, parse_status
-from rollout_api.client.request_sender import LOG_INTERVAL_S, RequestSender
+from rollout_api.client.request_queue import LOG_INTERVAL_S
 from rollout_api.client.results import Results
 from rollout_api.errors import JobChangedError, JobEndedError, RolloutClientError
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
@@ -27,15 +27,13 @@ _COORDINATOR_GRACE_S = 5.0
 class JobMonitor:
     """Reads the job's state about once a second.
 
-    It tells the client's results when the job has ended, and the sender of requests how many rollouts are open in the
-    job.
+    It tells the client's results when the job has ended, and how many rollouts are open in it.
 
     Args:
         client: connection to Redis.
         job: the job.
         job_name: ``namespace/name`` by which the client found the job; None if it was given the uid.
         results: the client's results.
-        sender: the client's sender of requests.
     """
 
     def __init__(
@@ -44,12 +42,11 @@ class JobMonitor:
         job: JobInfo,
         job_name: str | None,
         results: Results,
-        sender: RequestSender,
     ) -> None:
         self.status: CoordinatorStatus | None = None
         """Latest status of the job; None while no coordinator runs."""
         self._client, self._job, self._job_name = client, job, job_name
-        self._results, self._sender = results, sender
+        self._results = results
         self._keys = MessageKeys(job.uid)
         self._last_status = time.monotonic()
         self._last_log = 0.0
@@ -73,10 +70,9 @@ class JobMonitor:
             pipeline.get(job_uid_key(self._job_name))
         status, description, *uid = await pipeline.execute()
         self.status = parse_status(status)
-        self._sender.observe_status(self.status)
         self._log_missing_coordinator()
         state, reason = (None if value is None else value.decode() for value in description)
-        self._results.ending = self._ending(uid[0] if uid else None, state, reason)
+        self._results.observe(self.status, self._ending(uid[0] if uid else None, state, reason))
 
     def _ending(self, uid: bytes | None, state: str | None, reason: str | None) -> RolloutClientError | None:
         """Return why the job answers no more requests; None while it does."""

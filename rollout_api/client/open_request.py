@@ -7,7 +7,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 TokensCallback = Callable[[int, Partial], None]
 """Receives a sample, and the tokens that follow those of the previous call for this sample."""
 
+REQUESTS_PER_BATCH = 64
+"""Requests that are sent, or whose results are read or released, in one round trip."""
 _MAX_UNTAKEN = 64
 """Rollouts of a step in memory above which further ones stay in Redis until they are taken."""
 _LOST_TOKENS = (
@@ -63,6 +65,11 @@ class OpenRequest(ABC):
     def num_unanswered(self) -> int:
         """Number of rollouts that are still expected and are not known to be in Redis."""
         return max(0, self.num_missing - len(self._announced))
+
+    @property
+    def awaits_cancellation(self) -> bool:
+        """Whether the request was cancelled and is not answered."""
+        return self.is_cancelled and self.num_unanswered > 0
 
     @property
     def is_announced(self) -> bool:
@@ -410,3 +417,91 @@ class Leftovers:
         ]
         self.discard(past)
         return past
+
+
+class OpenRequests:
+    """The open requests of a client, which one task sends and another one reads the results of.
+
+    Args:
+        leftovers: receives the requests with results that no step awaits; None if the results expire.
+    """
+
+    def __init__(self, leftovers: Leftovers | None = None) -> None:
+        self.ending: RolloutClientError | None = None
+        """Why no further results will come; None while they may. Results that are in Redis are still read."""
+        self.num_awaited = 0
+        """Number of rollouts that were requested and have not been received."""
+        self.num_unread_bytes = 0
+        """Bytes of the results that were announced and not read."""
+        self.unsent: deque[OpenRequest] = deque()
+        """Requests to send when the job has room for them."""
+        self.lost: list[OpenRequest] = []
+        """Requests that were sent and that Redis may have lost."""
+        self.abandoned: list[str] = []
+        """Ids of requests to cancel, because nobody awaits their rollouts any more."""
+        self.has_work = asyncio.Event()
+        """Set when something is to be sent."""
+        self._leftovers = leftovers
+        self._open: dict[str, OpenRequest] = {}
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        """Return the open request with this id; None if there is none."""
+        return self._open.get(request_id)
+
+    @property
+    def sent(self) -> list[OpenRequest]:
+        """Requests that were sent and of which rollouts are expected."""
+        return [opened for opened in self._open.values() if opened.was_sent and opened.num_missing]
+
+    def register(self, opened: OpenRequest) -> None:
+        """Open a request."""
+        request_id = opened.request.request_id
+        self._open[request_id] = opened
+        if self._leftovers is not None:
+            self._leftovers.discard([request_id])
+
+    def unregister(self, opened: OpenRequest, *, keep: bool = False) -> None:
+        """Close a request, if it is open under its id.
+
+        Args:
+            opened: the request.
+            keep: whether to remember that its results may be there for a later step.
+        """
+        request_id = opened.request.request_id
+        if self._open.get(request_id) is opened:
+            del self._open[request_id]
+            if keep:
+                self.note_leftover(request_id)
+
+    def note_leftover(self, request_id: str) -> None:
+        """Remember that a request that is not open has results."""
+        if self._leftovers is not None:
+            self._leftovers.add([request_id])
+
+    def count(self, opened: OpenRequest) -> None:
+        """Update the number of awaited rollouts and of unread bytes after a change of *opened*."""
+        is_open = self._open.get(opened.request.request_id) is opened
+        counted = opened.num_missing if is_open and opened.was_sent else 0, opened.num_unread_bytes if is_open else 0
+        self.num_awaited += counted[0] - opened.counted[0]
+        self.num_unread_bytes += counted[1] - opened.counted[1]
+        opened.counted = counted
+
+    def fail_all(self, error: RolloutClientError) -> None:
+        """Let all who wait raise *error*."""
+        for opened in self._open.values():
+            opened.fail(error)
+
+
+def batches(requests: Iterable[OpenRequest]) -> Iterator[list[OpenRequest]]:
+    """Divide requests into those that are sent, or read, in one round trip."""
+    listed = list(requests)
+    for start in range(0, len(listed), REQUESTS_PER_BATCH):
+        yield listed[start : start + REQUESTS_PER_BATCH]
+
+
+def as_client_error(error: Exception, action: str) -> RolloutClientError:
+    """Return the error for the callers of failed requests; an unexpected one is logged."""
+    if isinstance(error, RolloutClientError):
+        return error
+    logger.error("%s failed.", action.capitalize(), exc_info=error)
+    return RolloutClientError(f"{action} failed: {type(error).__name__}: {error}")

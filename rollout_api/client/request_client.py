@@ -104,14 +104,14 @@ class RequestClient(JobConnection):
             if ending is not None:
                 raise ending
             keys = MessageKeys(job.uid)
-            sender = RequestSender(self._redis, job, self._policy)
-            results = Results(self._redis, keys, CLIENT_NAME, sender, self._policy)
+            sender = RequestSender(self._redis, keys, self._policy)
+            results = Results(self._redis, job, CLIENT_NAME, sender, self._policy)
             await results.open()
         except BaseException:
             await self._redis.aclose()
             raise
         publisher = WeightPublisher(self._redis, keys, sender, self._policy, job)
-        monitor = JobMonitor(self._redis, job, self._job_name, results, sender)
+        monitor = JobMonitor(self._redis, job, self._job_name, results)
         self._session = _Session(
             job=job,
             results=results,

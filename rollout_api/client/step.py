@@ -17,7 +17,8 @@ from rollout_api.client.job_info import JobInfo, PreparedRequest
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.open_request import AwaitedRequest, Inbox, Leftovers, OpenRequest, PromptRequest
 from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of, parse_choice
-from rollout_api.client.results import Results, first_id
+from rollout_api.client.request_queue import first_id
+from rollout_api.client.results import Results
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.manifest.spec import Sampling
@@ -96,10 +97,12 @@ class AsyncStep:
         self._on_progress = on_progress
         self._last_progress = 0.0
         self._inbox = Inbox()
-        self._requests: list[OpenRequest] = []
-        """Requests of the prompts, in their order, and then those of turns that are not answered."""
-        self._answered_turns: list[str] = []
-        """Ids of the requests of turns that were answered."""
+        self._requests: list[PromptRequest] = []
+        """Requests of the prompts, in their order."""
+        self._turns: dict[AwaitedRequest, None] = {}
+        """Requests of turns that are awaited."""
+        self._ended_turns: list[str] = []
+        """Ids of the requests of all other turns."""
         self._ids: dict[str, int] = {}
         """First id of each request → index of its prompt; -1 for a turn."""
         self._is_running = False
@@ -124,9 +127,9 @@ class AsyncStep:
         ids = {request.request_id: index for index, request in enumerate(prepared)}
         if not context.open_ids.isdisjoint(ids):
             raise InvalidRequestError(f"step {self.number} with these prompts is open already")
-        self._inbox, self._ids, self._answered_turns, self._num_trajectories = Inbox(), ids, [], 0
+        self._inbox, self._ids, self._ended_turns, self._num_trajectories = Inbox(), ids, [], 0
         self._is_running, self._is_cancelled = True, False
-        self._requests = [PromptRequest(request, self._inbox) for request in prepared]
+        self._requests, self._turns = [PromptRequest(request, self._inbox) for request in prepared], {}
         self._num_opened_before = context.leftovers.open_step()
         context.open_ids.update(ids)
         context.open_steps.add(self)
@@ -170,12 +173,11 @@ class AsyncStep:
                 await self._cancel_and_release()
                 is_released = True
         finally:
-            context.results.remove(self._requests, keep=not is_released)
+            context.results.remove(self._open_requests, keep=not is_released)
             if not is_released:
-                context.leftovers.add(self._answered_turns)
-            for request in self._requests:
-                if isinstance(request, AwaitedRequest):
-                    request.answer.cancel()
+                context.leftovers.add(self._ended_turns)
+            for turn in self._turns:
+                turn.answer.cancel()
             context.open_ids.difference_update(self._ids)
             context.open_steps.discard(self)
 
@@ -188,12 +190,12 @@ class AsyncStep:
                 inbox.num_missing,
                 inbox.num_total,
             )
-        if any(request.num_unanswered for request in self._requests):
+        if any(request.num_unanswered for request in self._open_requests):
             await self.cancel()
         past = context.leftovers.take_past(self.number, self._num_opened_before)
         if past:
             logger.info("Released the results of %d requests of earlier steps, which no step has opened.", len(past))
-        own = [*(request.request.request_id for request in self._requests), *self._answered_turns]
+        own = [*(request.request.request_id for request in self._open_requests), *self._ended_turns]
         await context.results.release([*own, *past])
 
     async def __aenter__(self) -> Self:
@@ -283,7 +285,7 @@ class AsyncStep:
     @property
     def group_sizes(self) -> list[int]:
         """Number of rollouts that each of the step's prompts asks for."""
-        return [request.request.n for request in self._requests if isinstance(request, PromptRequest)]
+        return [request.request.n for request in self._requests]
 
     @property
     def is_cancelled(self) -> bool:
@@ -314,7 +316,7 @@ class AsyncStep:
         """
         self._is_cancelled = True
         withdrawal = RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
-        await self._context.results.cancel(self._requests, withdrawal=withdrawal)
+        await self._context.results.cancel(self._open_requests, withdrawal=withdrawal)
 
     # Trajectories.
 
@@ -391,21 +393,24 @@ class AsyncStep:
         self._ids |= ids
         self._context.open_ids.update(ids)
         requests = [AwaitedRequest(request) for request in prepared]
-        self._requests += requests
+        self._turns |= dict.fromkeys(requests)
         self._inbox.num_total += len(requests)
         self._context.results.add(requests)
         answers = await asyncio.gather(*(request.answer for request in requests), return_exceptions=True)
-        turns: list[Rollout | BaseException] = []
-        for request, answer in zip(requests, answers, strict=True):
-            turns.append(answer if isinstance(answer, BaseException) else answer[0])
-            if not isinstance(answer, BaseException):
-                self._inbox.count(answer[0])
-                # The step may have very many turns, so their rollouts are not kept in memory.
-                self._answered_turns.append(request.request.request_id)
-                self._context.results.remove([request])
-        answered = {request for request in requests if request.has_ended and not request.answer.cancelled()}
-        self._requests = [request for request in self._requests if request not in answered]
+        turns = [answer if isinstance(answer, BaseException) else answer[0] for answer in answers]
+        for turn in turns:
+            if isinstance(turn, Rollout):
+                self._inbox.count(turn)
+        # The step may have very many turns, so their rollouts are not kept in memory.
+        self._context.results.remove(requests)
+        for request in requests:
+            self._turns.pop(request, None)
+            self._ended_turns.append(request.request.request_id)
         return turns
+
+    @property
+    def _open_requests(self) -> list[OpenRequest]:
+        return [*self._requests, *self._turns]
 
     def _check_running(self) -> None:
         if not self._is_running:

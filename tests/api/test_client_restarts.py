@@ -21,7 +21,7 @@ from rollout_api import (
     Rollout,
     RolloutClient,
 )
-from rollout_api.client import results
+from rollout_api.client import result_reader, results
 from tests.support.client_tests import PROMPTS, leave_steps, num_results, run
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for
@@ -215,7 +215,7 @@ def test_only_released_requests_are_sampled_again(
     redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer was killed while it released the results of a step."""
-    monkeypatch.setattr(results, "_REQUESTS_PER_BATCH", 1)
+    monkeypatch.setattr(results, "REQUESTS_PER_BATCH", 1)
     release = AsyncScript.__call__
 
     async def release_once(self: AsyncScript, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ def test_requests_that_were_never_admitted_are_sampled_again(redis_url: str, job
 def test_process_whose_results_another_one_has_released_is_told(
     redis_url: str, job: FakeJob, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(result_reader, "_CHECK_INTERVAL_S", 0.2)
     with client.step(1, PROMPTS) as step:
         requests = job.wait_for_requests(3)
         with RolloutClient.connect(redis_url, job.name) as other, other.step(1, PROMPTS):

@@ -21,7 +21,7 @@ from rollout_api import (
     RolloutRequest,
     encode,
 )
-from rollout_api.client import results
+from rollout_api.client import result_reader
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
 from tests.support.redis_servers import Server
@@ -171,7 +171,7 @@ def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: Fake
 def test_updates_that_were_trimmed_are_found_by_the_check(
     redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_CHECK_INTERVAL_S", 0.5)
+    monkeypatch.setattr(result_reader, "_CHECK_INTERVAL_S", 0.5)
 
     def answer_silently(request: RolloutRequest) -> None:
         for sample in range(2):

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from typing_extensions import Self
 
@@ -159,10 +159,9 @@ def step_metrics(
         if isinstance(one, RolloutSummary):
             summaries.append(one)
         elif isinstance(one, Group):
-            rewards_of_group = one.rewards or [None] * len(one.rollouts)
             summaries += [
                 RolloutSummary.of(rollout, reward=reward, newest_version=one.newest_version)
-                for rollout, reward in zip(one.rollouts, rewards_of_group, strict=True)
+                for rollout, reward in zip_longest(one.rollouts, one.rewards or ())
             ]
         else:
             reward = remaining.pop(one.rollout_id, None)

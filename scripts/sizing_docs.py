@@ -97,9 +97,9 @@ def history_bytes(plan: Plan) -> float:
 
 
 def message_bytes(plan: Plan) -> float:
-    """Return the size of the messages of one training step in Redis, if no result has been read yet.
+    """Return the size of the messages of one training step in Redis, if no result has been released yet.
 
-    A rollout is in the result stream with its log-probabilities, and in the outbox until the relay has moved it.
+    A rollout is kept with its log-probabilities, and is in the outbox until the relay has moved it.
     """
     rollouts = plan.problems * plan.rollouts_per_problem
     per_rollout = plan.response_tokens * (2 * BYTES_PER_TOKEN_ID + BYTES_PER_LOGPROB)

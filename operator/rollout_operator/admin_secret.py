@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_operator import logs, names
-from rollout_operator.command_line import namespaced_name
+from rollout_operator import names
+from rollout_operator.command_line import configure_logs, namespaced_name
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 
 logger = logging.getLogger("rollout_admin_secret")
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     options = parser.parse_args(arguments)
     namespace, name = options.secret
-    logs.configure(as_json=True, level=options.log_level)
+    configure_logs(as_json=True, level=options.log_level)
     sys.exit(asyncio.run(_run(admin_secret(namespace, name, options.server))))
 
 

@@ -22,7 +22,6 @@ from rollout_operator.actions import (
     SetFinalizer,
 )
 from rollout_operator.bundle_collector import keep_bundle
-from rollout_operator.conditions import format_timestamp
 from rollout_operator.kubernetes_api import (
     ApiError,
     KubernetesApi,
@@ -32,7 +31,7 @@ from rollout_operator.kubernetes_api import (
     workload_reference,
 )
 from rollout_operator.object_cache import ObjectCache, job_key
-from rollout_operator.observed import Manifest, Observed, Rejection, Target
+from rollout_operator.observed import Manifest, Observed, Rejection, Target, format_timestamp
 
 logger = logging.getLogger(__name__)
 

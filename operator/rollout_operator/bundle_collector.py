@@ -14,9 +14,8 @@ from rollout_api.bundle.archive import BundleArchive
 from rollout_api.bundle.cluster import ARCHIVE_KEY, ContainerLog, Evidence
 from rollout_api.bundle.redaction import Redactor
 from rollout_operator import names
-from rollout_operator.conditions import format_timestamp
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, pod_reference
-from rollout_operator.observed import Manifest
+from rollout_operator.observed import Manifest, format_timestamp
 
 logger = logging.getLogger(__name__)
 

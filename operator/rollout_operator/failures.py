@@ -1,15 +1,30 @@
-"""Failed pods: the reason of a failure and the action it requires. Pure."""
+"""Failed pods: the reason of a failure, the action it requires, and its record in the status. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule
+from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule, Lifecycle
+from rollout_api.manifest.status import Failure, RolloutJobStatus
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
-from rollout_operator.observed import PodView
+from rollout_operator import names
+from rollout_operator.actions import PlanBuilder
+from rollout_operator.observed import Observed, PodView, format_timestamp
 
+JOB_COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
+    names.HEAD: "head",
+    names.WORKER: "worker",
+    names.PREFETCH: "prefetch",
+}
+"""The components whose pods run the job, and whose failures are therefore recorded."""
+_MAX_RECORDED_FAILURES = 10
+_MAX_NEW_FAILURES = 64
+"""Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""
+_MAX_FAILURE_EVENTS = 8
+"""Number of Events that one reconcile posts about failed pods one by one."""
 _MANIFEST_INVALID = "ManifestInvalid"
 _INTERRUPTED = "Interrupted"
 _NOT_READY = "NotReady"
@@ -94,6 +109,86 @@ def _matches(rule: FailureRule, pod: PodView, reason: str) -> bool:
     if not pod.exit_code:
         return False
     return (pod.exit_code in rule.on_exit_codes.values) == (rule.on_exit_codes.operator == "In")
+
+
+def record_failures(
+    builder: PlanBuilder, observed: Observed, status: RolloutJobStatus, lifecycle: Lifecycle, recorded: set[str]
+) -> tuple[RolloutJobStatus, tuple[str, str] | None]:
+    """Add newly failed pods to the status of a job, a limited number at a time.
+
+    Args:
+        builder: the plan, to which Events about the failures are added.
+        observed: the observed job.
+        status: its status.
+        lifecycle: the manifest's section.
+        recorded: uids of the failed pods that the status already lists.
+
+    Returns:
+        The status, and reason and message if the job has to fail.
+    """
+    failures = list(status.failures)
+    now = format_timestamp(observed.now)
+    oldest = format_timestamp(observed.now - lifecycle.backoff_window_seconds)
+    times = [time for time in status.failure_times if time > oldest]
+    fatal: tuple[str, str] | None = None
+    new = [
+        pod
+        for pod in observed.pods
+        if pod.component in JOB_COMPONENTS
+        and (pod.phase == "Failed" or pod.is_stuck(observed.now, lifecycle.ready_timeout_seconds))
+        and not pod.deleting
+        and pod.uid not in recorded
+    ]
+    if len(new) > _MAX_NEW_FAILURES:
+        builder.requeue(0.0)
+    for index, pod in enumerate(new[:_MAX_NEW_FAILURES]):
+        decision = classify_failure(pod, lifecycle.failure_policy)
+        counted = decision.action is FailureAction.REPLACE
+        if counted:
+            times.append(now)
+        failures.append(
+            Failure(
+                pod=pod.name,
+                uid=pod.uid,
+                component=JOB_COMPONENTS[pod.component],
+                reason=decision.reason,
+                exit_code=pod.exit_code,
+                message=pod.message[-1000:],
+                time=now,
+                counted=counted,
+            )
+        )
+        message = _describe(pod, decision.reason)
+        if index < _MAX_FAILURE_EVENTS:
+            builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
+        if decision.action is FailureAction.FAIL_JOB:
+            fatal = (decision.reason, message)
+    if (unreported := min(len(new), _MAX_NEW_FAILURES) - _MAX_FAILURE_EVENTS) > 0:
+        builder.warn("PodsFailed", f"{unreported} more pods have failed; status.failures lists the latest.")
+    existing = {pod.uid for pod in observed.pods if not pod.deleting}
+    newest = {failure.uid for failure in failures[-_MAX_RECORDED_FAILURES:]}
+    kept = [failure for failure in failures if failure.uid in existing or failure.uid in newest]
+    limit = lifecycle.backoff_limit
+    times = times[-(limit + 1) :]
+    if fatal is None and len(times) > limit:
+        message = (
+            f"More than {limit} pods, which is lifecycle.backoffLimit, have failed within "
+            f"{lifecycle.backoff_window_seconds} s."
+        )
+        last = next((failure for failure in reversed(kept) if failure.counted), None)
+        if last is not None:
+            message += f" The last one was {last.pod}: {last.reason}: {last.message.strip()[-500:]}"
+        fatal = ("BackoffLimitExceeded", message)
+    return status.model_copy(update={"failures": kept, "failed_pods": len(times), "failure_times": times}), fatal
+
+
+def _describe(pod: PodView, reason: str) -> str:
+    node = f"node {pod.node}" if pod.node else "no node"
+    exit_code = f", exit code {pod.exit_code}" if pod.exit_code is not None else ""
+    message = f"Pod {pod.name} on {node} failed: {reason}{exit_code}."
+    if output := pod.message.strip()[-700:]:
+        message += f" Its last output: {output}"
+    return message
 
 
 def backoff_delay(times: Iterable[float], now: float) -> float:

@@ -6,6 +6,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollout_api.manifest.status import ProgressStatus
+
 STATUS_PERIOD_S = 10.0
 """Seconds between two reads of the status of a running job's head."""
 STARTING_PERIOD_S = 2.0
@@ -85,6 +87,27 @@ class HeadStatus(BaseModel):
     environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
     """Rollouts that got no reward from the environment of a dataset source, by type of error."""
     engines: tuple[EngineStatus, ...] = Field(default=())
+
+    @property
+    def progress(self) -> ProgressStatus:
+        """The progress for the status of the job."""
+        return ProgressStatus(
+            done=self.done,
+            total=self.total,
+            open=self.waiting + self.assigned,
+            epoch=self.epoch,
+            weight_version=self.weight_version,
+            tokens=self.tokens,
+            tokens_per_second=round(self.tokens_per_second),
+            accepted_per_step=f"{self.accepted_per_step:.2f}" if self.decoding_steps else None,
+            seconds_left=None if self.remaining_seconds is None else round(self.remaining_seconds),
+            summary=str(self.done) if self.total is None else f"{self.done}/{self.total}",
+        )
+
+    @property
+    def time_saved(self) -> str | None:
+        """The share of decoding time that drafting has saved, for the status of the job."""
+        return None if self.saved is None else f"{round(100 * self.saved)}%"
 
     @classmethod
     def from_termination_message(cls, message: str) -> Self | None:

@@ -12,10 +12,9 @@ import logging
 import random
 from typing import Protocol
 
-from rollout_operator.kubernetes_api import OWN_OBJECTS, ApiError, KubernetesApi
+from rollout_operator.kubernetes_api import OWN_OBJECTS, ApiError, KubernetesApi, ResourceKind
 from rollout_operator.object_cache import JobKey
 from rollout_operator.observed import Manifest
-from rollout_operator.resource_kinds import ResourceKind
 from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)

@@ -3,61 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.manifest.status import (
     ConditionType,
     EnvironmentErrors,
-    Failure,
     ModelPrefetch,
     PodGroup,
-    ProgressStatus,
     RolloutJobStatus,
     WorkersStatus,
 )
 from rollout_operator import names
 from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
-from rollout_operator.bundle_plan import plan_bundle
-from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true, set_summary
-from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
+from rollout_operator.conditions import (
+    Conditions,
+    RunningConditions,
+    derive_state,
+    is_true,
+    set_summary,
+)
+from rollout_operator.failures import JOB_COMPONENTS, backoff_delay, record_failures
 from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
-from rollout_operator.job_context import JobContext
-from rollout_operator.object_diff import is_outdated
-from rollout_operator.observed import Observed, PodView, parse_timestamp
-from rollout_operator.owned_objects import connection, owned_objects
-from rollout_operator.pod_checks import check_pods_can_run
-from rollout_operator.pod_planner import PodPlanner
-from rollout_operator.revisions import changed_settings, revision_of
-from rollout_operator.running_conditions import RunningConditions
+from rollout_operator.job_context import JobContext, changed_settings, revision_of
+from rollout_operator.observed import Observed, PodView, format_timestamp, parse_timestamp
+from rollout_operator.owned_objects import (
+    DEPLOYMENT,
+    check_pods_can_run,
+    connection,
+    is_outdated,
+    owned_objects,
+    server_objects,
+    server_status,
+)
+from rollout_operator.pod_planner import PodPlanner, desired_workers
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
-from rollout_operator.scaling import desired_workers
-from rollout_operator.server_objects import DEPLOYMENT, server_objects, server_status
 from rollout_operator.teardown import (
     POD_NOT_TERMINATING,
     delete_pods,
     delete_server,
     describe_overdue,
+    plan_bundle,
     release_quota,
     remove_pods,
     run_cleanup,
 )
 
-_COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
-    names.HEAD: "head",
-    names.WORKER: "worker",
-    names.PREFETCH: "prefetch",
-}
-"""The components whose pods run the job, and whose failures are therefore recorded."""
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
-_MAX_RECORDED_FAILURES = 10
 _MAX_ENVIRONMENT_MESSAGE = 600
 """Length to which texts about an environment's errors are cut."""
-_MAX_NEW_FAILURES = 64
-"""Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""
-_MAX_FAILURE_EVENTS = 8
-"""Number of Events that one reconcile posts about failed pods one by one."""
 
 
 @dataclass
@@ -86,11 +81,11 @@ class JobPlanner:
         """Return what to do about the job."""
         conditions = self.observed.status.get("conditions", ())
         if is_true(conditions, ConditionType.SUCCEEDED):
-            self._reconcile_succeeded()
+            self._plan_succeeded()
         elif is_true(conditions, ConditionType.FAILED):
-            self._reconcile_failed()
+            self._plan_failed()
         else:
-            self._reconcile_active()
+            self._plan_active()
         suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
         state = derive_state(self.conditions, suspending=suspending)
         set_summary(self.conditions, state)
@@ -119,7 +114,7 @@ class JobPlanner:
         for kind in ConditionType:
             self.conditions.carry_over(kind)
 
-    def _reconcile_succeeded(self) -> None:
+    def _plan_succeeded(self) -> None:
         """Delete the pods that still run. A head that has ended is kept for its log until the job is deleted.
 
         Kueue finishes a group by itself if all its pods have succeeded. Otherwise the Workload has to be deleted, and
@@ -137,7 +132,7 @@ class JobPlanner:
             self.builder.actions.append(SetFinalizer(False))
         self._delete_after_ttl()
 
-    def _reconcile_failed(self) -> None:
+    def _plan_failed(self) -> None:
         """Keep what the pods can still tell, delete the head and the workers, then run the cleanup pod."""
         self._carry_over_conditions()
         delete_server(self.builder, self.observed)
@@ -165,17 +160,20 @@ class JobPlanner:
 
     # Jobs that have neither succeeded nor failed
 
-    def _reconcile_active(self) -> None:
+    def _plan_active(self) -> None:
         """Record failures, then complete, suspend or run the job."""
         self._set_accepted()
         self._record_prefetch()
-        failure = self._record_failures() or self._check_deadline()
+        self.status, failure = record_failures(
+            self.builder, self.observed, self.status, self.job.spec.lifecycle, self.recorded_failures
+        )
+        failure = failure or self._check_deadline()
         if failure is not None:
             self._complete(ConditionType.FAILED, *failure)
         elif succeeded := [pod for pod in self.observed.component(names.HEAD) if pod.phase == "Succeeded"]:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
-                self._update_status(progress=_progress(last_status), time_saved=_time_saved(last_status))
+                self._update_status(progress=last_status.progress, time_saved=last_status.time_saved)
                 self._update_environment_errors(last_status)
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
@@ -211,69 +209,6 @@ class JobPlanner:
         )
         succeeded = kind is ConditionType.SUCCEEDED
         self.builder.events.append(Event("Normal" if succeeded else "Warning", kind, f"{reason}: {message}"))
-
-    def _record_failures(self) -> tuple[str, str] | None:
-        """Add newly failed pods to the status, a limited number at a time.
-
-        Returns:
-            Reason and message if the job has to fail, else None.
-        """
-        lifecycle = self.job.spec.lifecycle
-        failures = list(self.status.failures)
-        now = format_timestamp(self.observed.now)
-        oldest = format_timestamp(self.observed.now - lifecycle.backoff_window_seconds)
-        times = [time for time in self.status.failure_times if time > oldest]
-        fatal: tuple[str, str] | None = None
-        new = [
-            pod
-            for pod in self.observed.pods
-            if pod.component in _COMPONENTS
-            and (pod.phase == "Failed" or pod.is_stuck(self.observed.now, lifecycle.ready_timeout_seconds))
-            and not pod.deleting
-            and pod.uid not in self.recorded_failures
-        ]
-        if len(new) > _MAX_NEW_FAILURES:
-            self.builder.requeue(0.0)
-        for index, pod in enumerate(new[:_MAX_NEW_FAILURES]):
-            decision = classify_failure(pod, lifecycle.failure_policy)
-            counted = decision.action is FailureAction.REPLACE
-            if counted:
-                times.append(now)
-            failures.append(
-                Failure(
-                    pod=pod.name,
-                    uid=pod.uid,
-                    component=_COMPONENTS[pod.component],
-                    reason=decision.reason,
-                    exit_code=pod.exit_code,
-                    message=pod.message[-1000:],
-                    time=now,
-                    counted=counted,
-                )
-            )
-            message = _describe_failure(pod, decision.reason)
-            if index < _MAX_FAILURE_EVENTS:
-                self.builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
-            if decision.action is FailureAction.FAIL_JOB:
-                fatal = (decision.reason, message)
-        if (unreported := min(len(new), _MAX_NEW_FAILURES) - _MAX_FAILURE_EVENTS) > 0:
-            self.builder.warn("PodsFailed", f"{unreported} more pods have failed; status.failures lists the latest.")
-        existing = {pod.uid for pod in self.observed.pods if not pod.deleting}
-        newest = {failure.uid for failure in failures[-_MAX_RECORDED_FAILURES:]}
-        kept = [failure for failure in failures if failure.uid in existing or failure.uid in newest]
-        limit = lifecycle.backoff_limit
-        times = times[-(limit + 1) :]
-        self._update_status(failures=kept, failed_pods=len(times), failure_times=times)
-        if fatal is None and len(times) > limit:
-            message = (
-                f"More than {limit} pods, which is lifecycle.backoffLimit, have failed within "
-                f"{lifecycle.backoff_window_seconds} s."
-            )
-            last = next((failure for failure in reversed(kept) if failure.counted), None)
-            if last is not None:
-                message += f" The last one was {last.pod}: {last.reason}: {last.message.strip()[-500:]}"
-            fatal = ("BackoffLimitExceeded", message)
-        return fatal
 
     def _record_prefetch(self) -> None:
         """Note in the status that the model has been downloaded, so that the pod which has done it can be deleted."""
@@ -319,7 +254,7 @@ class JobPlanner:
     def _suspend(self) -> None:
         """Delete the server and the workers, which hand over their rollouts, and then the other pods."""
         delete_server(self.builder, self.observed)
-        pods = [pod for pod in self.observed.pods if pod.component in _COMPONENTS]
+        pods = [pod for pod in self.observed.pods if pod.component in JOB_COMPONENTS]
         existing = [pod for pod in pods if not pod.retained]
         hands_over = any(pod.component == names.WORKER and not pod.is_overdue(self.observed.now) for pod in existing)
         delete_pods(
@@ -375,7 +310,7 @@ class JobPlanner:
             # Kueue would admit the pods of a further worker one by one, and the first ones would hold their GPUs idly.
             # It would never admit a smaller group again after a preemption.
             desired = self.context.num_grouped_workers
-        self._reconcile_objects(desired)
+        self._plan_objects(desired)
         failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
         backoff = backoff_delay(failure_times, self.observed.now)
         if backoff:
@@ -384,7 +319,7 @@ class JobPlanner:
         conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
         workers: list[PodView] = []
         if self._waits_for_model:
-            pods.reconcile_prefetch()
+            pods.plan_prefetch()
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update_before_prefetch_ends()
         else:
@@ -393,8 +328,8 @@ class JobPlanner:
             if self._group_is_incomplete():
                 self._restart_group()
             else:
-                pods.reconcile_head()
-                workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+                pods.plan_head()
+                workers = pods.plan_workers(desired, self.status.workers.slots_used)
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update(desired, workers)
         self._update_pods(pods, desired)
@@ -518,7 +453,7 @@ class JobPlanner:
     def _has_ready_head(self) -> bool:
         return any(pod.ready for pod in self.observed.component(names.HEAD))
 
-    def _reconcile_objects(self, workers: int) -> None:
+    def _plan_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
         objects = owned_objects(self.context, self.observed.cluster, workers=workers)
         for desired in (*objects, *server_objects(self.context)):
@@ -557,7 +492,7 @@ class JobPlanner:
             stalled = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
             self._update_status(progress=stalled)
             return
-        self._update_status(progress=_progress(head), time_saved=_time_saved(head))
+        self._update_status(progress=head.progress, time_saved=head.time_saved)
         self._update_environment_errors(head)
 
     def _update_environment_errors(self, head: HeadStatus) -> None:
@@ -577,32 +512,3 @@ class JobPlanner:
             for kind, error in head.environment_errors.items()
         ]
         self._update_status(environment_errors=errors)
-
-
-def _describe_failure(pod: PodView, reason: str) -> str:
-    node = f"node {pod.node}" if pod.node else "no node"
-    exit_code = f", exit code {pod.exit_code}" if pod.exit_code is not None else ""
-    message = f"Pod {pod.name} on {node} failed: {reason}{exit_code}."
-    if output := pod.message.strip()[-700:]:
-        message += f" Its last output: {output}"
-    return message
-
-
-def _time_saved(head: HeadStatus) -> str | None:
-    return None if head.saved is None else f"{round(100 * head.saved)}%"
-
-
-def _progress(head: HeadStatus) -> ProgressStatus:
-    accepted = f"{head.accepted_per_step:.2f}" if head.decoding_steps else None
-    return ProgressStatus(
-        done=head.done,
-        total=head.total,
-        open=head.waiting + head.assigned,
-        epoch=head.epoch,
-        weight_version=head.weight_version,
-        tokens=head.tokens,
-        tokens_per_second=round(head.tokens_per_second),
-        accepted_per_step=accepted,
-        seconds_left=None if head.remaining_seconds is None else round(head.remaining_seconds),
-        summary=str(head.done) if head.total is None else f"{head.done}/{head.total}",
-    )

@@ -19,6 +19,7 @@ import kopf
 
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, PLURAL, VERSION
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.object_cache import JobKey, ObjectCache
 from rollout_operator.observed import Manifest
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 JobCallback = Callable[[Manifest], None]
 
 _POLL_INTERVAL_S = 2.0
+_MISSING_JOBS_PERIOD_S = 300.0
+"""Seconds between two lists of the names of all jobs."""
 
 
 async def run_kopf(
@@ -106,3 +109,35 @@ async def wait_until_served(api: KubernetesApi) -> None:
             logger.warning("Waiting for the API server. %s", reason)
             last_reason = reason
         await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+async def remove_missing_jobs(
+    api: KubernetesApi,
+    cache: ObjectCache,
+    on_removed: Callable[[JobKey], None],
+    namespaces: Sequence[str],
+    period_s: float = _MISSING_JOBS_PERIOD_S,
+) -> None:
+    """Remove jobs from the cache that were deleted while their watch was interrupted; run until cancelled.
+
+    After an interruption, kopf lists the jobs again and reports those that exist, but not those that have disappeared.
+    The cache is therefore compared with the API server periodically.
+
+    Args:
+        api: the API server.
+        cache: the known jobs, from which those are removed that do not exist.
+        on_removed: called with each job that was removed.
+        namespaces: namespaces whose jobs are known; empty means all.
+        period_s: seconds between two comparisons.
+    """
+    while True:
+        await asyncio.sleep(period_s)
+        known = cache.job_keys()  # before the list, which has every job that is created earlier
+        try:
+            existing = set().union(*[await api.job_keys(namespace) for namespace in namespaces or [""]])
+        except ApiError as error:
+            logger.warning("Jobs that do not exist any more cannot be found: %s", error)
+            continue
+        for key in sorted(known - existing):
+            cache.remove_job(key)
+            on_removed(key)

@@ -7,17 +7,18 @@ import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, PLURAL
+from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from rollout_api.manifest.runtime import CLUSTER_RUNTIME_KIND, RUNTIME_KIND, RUNTIME_PLURALS
 from rollout_operator import names
-from rollout_operator.gang import COSCHEDULING_API
 from rollout_operator.observed import Manifest
-from rollout_operator.resource_kinds import ResourceKind, owned_kinds
+from rollout_operator.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
@@ -26,6 +27,52 @@ _MAX_CONNECTIONS = 64
 _FORBIDDEN = 403
 OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
 """Label selector of the objects that the operator creates."""
+_JSON = "application/json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_JSON_MERGE_PATCH = "application/merge-patch+json"
+_APPLY_PATCH = "application/apply-patch+yaml"
+
+
+@dataclass(frozen=True)
+class ResourceKind:
+    """One kind of object."""
+
+    kind: str
+    group: str
+    version: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        """The value of ``apiVersion`` in manifests of this kind."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+ROLLOUT_JOBS = ResourceKind(KIND, GROUP, VERSION, PLURAL)
+CLUSTER_RUNTIMES, RUNTIMES = (
+    ResourceKind(kind, GROUP, VERSION, RUNTIME_PLURALS[kind]) for kind in (CLUSTER_RUNTIME_KIND, RUNTIME_KIND)
+)
+
+
+def owned_kinds(disruption_budget_api: str | None, gang_api: str | None = None) -> list[ResourceKind]:
+    """Return the kinds that jobs own on a cluster with these API versions of optional kinds, if it has them."""
+    kinds = [
+        ResourceKind("Pod", "", "v1", "pods"),
+        ResourceKind("ServiceAccount", "", "v1", "serviceaccounts"),
+        ResourceKind("ConfigMap", "", "v1", "configmaps"),
+        ResourceKind("Service", "", "v1", "services"),
+        ResourceKind("Deployment", "apps", "v1", "deployments"),
+        ResourceKind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+    ]
+    if disruption_budget_api is not None:
+        group, _, version = disruption_budget_api.partition("/")
+        kinds.append(ResourceKind("PodDisruptionBudget", group, version, "poddisruptionbudgets"))
+    if gang_api is not None:
+        group, _, version = gang_api.partition("/")
+        kinds.append(ResourceKind(GANG_KIND, group, version, GANG_PLURAL))
+    return kinds
+
 
 _PLURALS = {
     KIND: PLURAL,
@@ -35,12 +82,6 @@ _PLURALS = {
     names.WORKLOAD_KIND: names.WORKLOAD_PLURAL,
     **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", COSCHEDULING_API)},
 }
-
-_JSON = "application/json"
-_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-_JSON_MERGE_PATCH = "application/merge-patch+json"
-_APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class ApiError(Exception):

@@ -1,15 +1,17 @@
-"""The last known state of all jobs and of the objects that they own, as the watches deliver it."""
+"""The last known state of jobs, of the objects that they own, of runtimes and of namespaces, as watches deliver it."""
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, defaultdict
-from collections.abc import Container, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP, KIND
+from rollout_operator.kubernetes_api import ResourceKind
 from rollout_operator.observed import Manifest, PodView
 from rollout_operator.runtimes import RuntimeKey
+from rollout_operator.work_queue import WorkQueue
 
 JobKey = tuple[str, str]
 """Namespace and name of a job."""
@@ -202,3 +204,92 @@ def _resource_version(body: Manifest) -> int:
 def _serialize(body: Manifest) -> bytes:
     metadata = {name: value for name, value in body["metadata"].items() if name not in _DROPPED_METADATA}
     return json.dumps({**body, "metadata": metadata}, separators=(",", ":"), sort_keys=True).encode()
+
+
+class RuntimeCache:
+    """The runtimes, of which there are few. A change causes the jobs that name the runtime to be reconciled."""
+
+    def __init__(self, jobs: ObjectCache, queue: WorkQueue[JobKey]) -> None:
+        self._jobs, self._queue = jobs, queue
+        self._runtimes: dict[RuntimeKey, Manifest] = {}
+
+    def settings(self, key: RuntimeKey) -> dict[str, Any] | None:
+        """Return the ``spec`` of a runtime, or None if there is no such runtime."""
+        runtime = self._runtimes.get(key)
+        return None if runtime is None else runtime.get("spec") or {}
+
+    def update(self, body: Manifest, kind: str) -> None:
+        """Add or replace a runtime."""
+        key = RuntimeKey.of_runtime(body, kind)
+        is_changed = self.settings(key) != (body.get("spec") or {})
+        self._runtimes[key] = body
+        if is_changed:
+            self._reconcile_jobs(key)
+
+    def remove(self, body: Manifest, kind: str) -> None:
+        """Remove a runtime. A newer one of the same name is kept."""
+        self.remove_uid(kind, body["metadata"]["uid"])
+
+    def uids(self, kind: str, namespace: str) -> set[str]:
+        """Return the uids of all runtimes of a kind in a namespace, or in all namespaces if it is empty."""
+        return {
+            runtime["metadata"]["uid"]
+            for key, runtime in self._runtimes.items()
+            if key.kind == kind and namespace in ("", key.namespace)
+        }
+
+    def remove_uid(self, kind: str, uid: str) -> None:
+        """Remove the runtime with this uid."""
+        for key, runtime in list(self._runtimes.items()):
+            if key.kind == kind and runtime["metadata"]["uid"] == uid:
+                del self._runtimes[key]
+                self._reconcile_jobs(key)
+
+    def _reconcile_jobs(self, key: RuntimeKey) -> None:
+        for job in self._jobs.jobs_with_runtime(key):
+            self._queue.add(job)
+
+
+NAMESPACES = ResourceKind("Namespace", "", "v1", "namespaces")
+
+
+class SelectedNamespaces:
+    """The names of the namespaces that an informer with a label selector finds."""
+
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        """Begin without namespaces.
+
+        Args:
+            on_change: called with the name of a namespace that was added or removed.
+        """
+        self._on_change = on_change
+        self._names: dict[str, str] = {}
+        """By uid."""
+        self._counts: Counter[object] = Counter()
+        """Name → number of its uids, of which a namespace that was created again has two for a moment."""
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a namespace is selected."""
+        return self._counts[name] > 0
+
+    def uids(self, kind: str, namespace: str) -> set[str]:
+        """Return the uids of all selected namespaces."""
+        return set(self._names)
+
+    def update(self, body: Manifest, kind: str) -> None:
+        """Add a namespace."""
+        name, uid = body["metadata"]["name"], body["metadata"]["uid"]
+        if uid not in self._names:
+            self._names[uid] = name
+            self._counts[name] += 1
+            self._on_change(name)
+
+    def remove(self, body: Manifest, kind: str) -> None:
+        """Remove a namespace that was deleted or has lost the labels."""
+        self.remove_uid(kind, body["metadata"]["uid"])
+
+    def remove_uid(self, kind: str, uid: str) -> None:
+        """Remove the namespace with this uid."""
+        if (name := self._names.pop(uid, None)) is not None:
+            self._counts[name] -= 1
+            self._on_change(name)

@@ -1,18 +1,24 @@
-"""Builds the manifests of the objects that a job owns, except for its pods; pure functions of the job."""
+"""Builds the manifests of the objects that a job owns, except for its pods, and says which differ from them. Pure."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from rollout_api.manifest.status import Connection
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, FieldError, ManifestError
+from rollout_api.manifest.status import Connection, ServerStatus
 from rollout_api.protocol.keys import MessageKeys
 from rollout_operator import names
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.gang import gang
 from rollout_operator.job_context import JobContext
-from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT
+from rollout_operator.observed import ClusterInfo, Observed
+from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT, head_pod, server_pod, worker_pod
+from rollout_operator.scheduling import gang
+from rollout_operator.strategic_merge import PatchError
+
+DEPLOYMENT = "Deployment"
+"""Kind of the object that runs the server."""
 
 
 def connection(context: JobContext) -> Connection:
@@ -183,3 +189,106 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
     egress = [{"to": [{"podSelector": {}}]}, *cluster.egress_rules]
     spec = {"podSelector": pods, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
     return {**policy, "spec": spec}
+
+
+def server_objects(context: JobContext) -> list[dict[str, Any]]:
+    """Return the Deployment, the Service and the NetworkPolicy of the server; nothing if the job has none.
+
+    Raises:
+        PatchError: if the pod template cannot be merged.
+    """
+    if (server := context.job.spec.server) is None:
+        return []
+    name = names.server(context.name)
+    selector = names.selector(context.name, names.SERVER)
+    pod = server_pod(context, server)
+    deployment = owned_object(context, "apps/v1", DEPLOYMENT, name, names.SERVER) | {
+        "spec": {
+            "replicas": server.replicas,
+            "selector": {"matchLabels": selector},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": {
+                "metadata": {field: pod["metadata"][field] for field in ("labels", "annotations")},
+                "spec": pod["spec"],
+            },
+        }
+    }
+    # The API server writes some quantities in another way, so that the Deployment differs from what was applied.
+    content = json.dumps(deployment, sort_keys=True).encode()
+    deployment["metadata"]["annotations"] = {names.CONTENT_HASH_ANNOTATION: hashlib.sha256(content).hexdigest()[:16]}
+    service = owned_object(context, "v1", "Service", name, names.SERVER) | {
+        "spec": {
+            "selector": selector,
+            "ports": [{"name": "http", "port": names.SERVER_PORT, "targetPort": "http", "protocol": "TCP"}],
+        }
+    }
+    clients: dict[str, Any] = {"ports": [{"port": names.SERVER_PORT, "protocol": "TCP"}]}
+    if server.tokens_secret_name is None:
+        clients["from"] = [{"podSelector": {}}]
+    policy = owned_object(context, "networking.k8s.io/v1", "NetworkPolicy", name, names.SERVER) | {
+        "spec": {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": [clients]}
+    }
+    return [deployment, service, policy]
+
+
+def server_status(context: JobContext, observed: Observed) -> ServerStatus | None:
+    """Return how many pods the server has; None if the job has no server."""
+    if (server := context.job.spec.server) is None:
+        return None
+    status = observed.objects.get((DEPLOYMENT, names.server(context.name)), {}).get("status", {})
+    return ServerStatus(replicas=server.replicas, ready=status.get("readyReplicas", 0))
+
+
+def is_outdated(desired: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
+    """Return whether an object has to be applied again.
+
+    An object with the hash of its content is compared by it. Its replicas and its restarts may then be changed by
+    others, for example by an autoscaler.
+    """
+    expected = desired["metadata"].get("annotations", {}).get(names.CONTENT_HASH_ANNOTATION)
+    if expected is None:
+        return needs_apply(desired, actual)
+    return bool(expected != actual["metadata"].get("annotations", {}).get(names.CONTENT_HASH_ANNOTATION))
+
+
+def needs_apply(desired: Any, actual: Any) -> bool:
+    """Return whether *actual* differs from *desired* in a field of *desired*.
+
+    Fields that only *actual* has were set by others or by the API server and are ignored. The API server omits empty
+    fields, so an empty desired value equals a missing one.
+    """
+    if actual is None and desired in ([], {}, "", None):
+        return False
+    if isinstance(desired, Mapping):
+        if not isinstance(actual, Mapping):
+            return True
+        return any(needs_apply(value, actual.get(name)) for name, value in desired.items())
+    if isinstance(desired, Sequence) and not isinstance(desired, str):
+        if not isinstance(actual, Sequence) or len(desired) != len(actual):
+            return True
+        return any(needs_apply(one, other) for one, other in zip(desired, actual, strict=True))
+    return bool(desired != actual)
+
+
+def check_pods_can_run(context: JobContext) -> None:
+    """Reject manifests that are valid for ``rollout run`` but cannot run in pods.
+
+    Raises:
+        ManifestError: with one error per field.
+    """
+    spec, errors = context.job.spec, []
+    for path, url in (("spec.redis.url", spec.redis.url), ("spec.history.redis.url", spec.history.redis.url)):
+        if url is not None and url.startswith("unix:"):
+            errors.append(FieldError(path, "pods cannot reach a Unix socket on another machine; use a redis:// URL"))
+    builders: dict[str, Callable[[], object]] = {
+        "head": lambda: head_pod(context),
+        "workers": lambda: worker_pod(context, 0, replacement=False),
+        "server": lambda: server_objects(context),
+    }
+    for section, build in builders.items():
+        try:
+            build()
+        except PatchError as error:
+            errors.append(FieldError(f"spec.{section}.podTemplate", str(error)))
+    if errors:
+        raise ManifestError(errors)

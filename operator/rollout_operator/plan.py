@@ -15,7 +15,7 @@ from rollout_operator.conditions import Conditions, derive_state, set_summary
 from rollout_operator.job_context import JobContext
 from rollout_operator.job_planner import JobPlanner
 from rollout_operator.observed import Observed
-from rollout_operator.pod_checks import check_pods_can_run
+from rollout_operator.owned_objects import check_pods_can_run
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
 from rollout_operator.teardown import plan_deletion
 

@@ -1,18 +1,93 @@
-"""Decides which pods to create and delete, for a job that is running. Pure."""
+"""Decides how many workers a running job should have, and which pods to create and delete. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from rollout_api.manifest.pod_spec import Workers
 from rollout_operator import names
 from rollout_operator.actions import Create, DeletePod, PlanBuilder
-from rollout_operator.head_status import STATUS_PERIOD_S
+from rollout_operator.head_status import STATUS_PERIOD_S, EngineStatus, HeadStatus
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView
 from rollout_operator.pods import head_pod, prefetch_pod, worker_pod
-from rollout_operator.scaling import workers_to_remove
 from rollout_operator.teardown import delete_pods
+
+_WORKER_START_S = 60.0
+"""Assumed time until a new worker has loaded its model. Work that ends sooner does not justify another worker."""
+
+
+def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | None, live: Collection[str] = ()) -> int:
+    """Return the desired number of workers.
+
+    Without autoscaling it is ``replicas``. With autoscaling it grows while rollouts wait, up to the number of workers
+    that can run all open rollouts at once. It does not grow if the open work will end before a new worker has started,
+    nor beyond the number of workers that shorten the work, which takes at least as long as its longest rollout. While
+    no rollout waits, it shrinks by the workers that have been idle for ``idleSeconds``.
+
+    Args:
+        workers: the manifest's section.
+        previous: the desired number until now.
+        head: the head's last status; None if it does not answer.
+        live: names of the worker pods that are not being deleted. The head's status may still contain others.
+    """
+    if not workers.autoscale:
+        return workers.replicas
+    current = _clamp(workers, workers.replicas if previous is None else previous)
+    if head is None or not head.engines:
+        return current
+    if head.waiting:
+        work_seconds = head.remaining_seconds if head.work_seconds is None else head.work_seconds
+        if work_seconds is not None and work_seconds < _WORKER_START_S:
+            return current
+        running = len({engine.worker for engine in head.engines})
+        rollouts_per_worker = sum(engine.max_running for engine in head.engines) / running
+        needed = math.ceil((head.waiting + head.assigned) / max(1.0, rollouts_per_worker))
+        if work_seconds is not None and head.tail_seconds is not None:
+            needed = min(needed, math.ceil(running * work_seconds / max(head.tail_seconds, _WORKER_START_S)))
+        return _clamp(workers, max(current, needed))
+    return _clamp(workers, current - len(idle_workers(workers, head) & set(live)))
+
+
+def idle_workers(workers: Workers, head: HeadStatus) -> set[str]:
+    """Return the names of the pods all of whose engines have been idle for ``workers.idleSeconds``."""
+    by_worker: defaultdict[str, list[EngineStatus]] = defaultdict(list)
+    for engine in head.engines:
+        by_worker[engine.worker].append(engine)
+    return {
+        worker
+        for worker, engines in by_worker.items()
+        if all(not engine.assigned and engine.idle_seconds >= workers.idle_seconds for engine in engines)
+    }
+
+
+def workers_to_remove(
+    live: Collection[PodView], surplus: int, workers: Workers, head: HeadStatus | None, *, spare_busy: bool = True
+) -> list[PodView]:
+    """Return which workers to delete when there are too many: pending ones first, then idle ones, then the newest.
+
+    Workers that Kueue has admitted as a group are deleted last, because it would wait for their replacements. With
+    autoscaling, these and workers that have rollouts are never deleted, unless *spare_busy* is false.
+    """
+    idle = idle_workers(workers, head) if head is not None else set()
+
+    def rank(pod: PodView) -> int:
+        if pod.phase == "Pending" or not pod.scheduled:
+            return 0
+        return 1 if pod.name in idle else 2
+
+    ordered = sorted(live, key=lambda pod: (pod.in_pod_group, rank(pod), -pod.slot, -pod.created, pod.uid))
+    if workers.autoscale and spare_busy:
+        ordered = [pod for pod in ordered if rank(pod) < 2 and not pod.in_pod_group]
+    return ordered[:surplus]
+
+
+def _clamp(workers: Workers, count: int) -> int:
+    return max(workers.effective_min, min(workers.effective_max, count))
 
 
 @dataclass(frozen=True)
@@ -27,7 +102,7 @@ class PodPlanner:
     backoff: float
     """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
 
-    def reconcile_prefetch(self) -> None:
+    def plan_prefetch(self) -> None:
         """Create the pod that downloads the model if there is none, and replace one that has other settings."""
         live, terminating = self._remove_terminated(self.observed.component(names.PREFETCH))
         revision = self.context.revision
@@ -44,7 +119,7 @@ class PodPlanner:
         live, _ = self._remove_terminated(self.observed.component(names.PREFETCH))
         delete_pods(self.builder, live, self.observed)
 
-    def reconcile_head(self) -> None:
+    def plan_head(self) -> None:
         """Create the head pod if there is none."""
         live, terminating = self._remove_terminated(self.observed.component(names.HEAD))
         # A head that does not terminate in time is not waited for: it has no GPUs, and Redis admits one coordinator.
@@ -53,7 +128,7 @@ class PodPlanner:
         if not live and not waits and not self.backoff:
             self.builder.actions.append(Create(head_pod(self.context, taken=self._taken_names)))
 
-    def reconcile_workers(self, desired: int, slots_used: int) -> list[PodView]:
+    def plan_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers, and the pods of each, until there are *desired* ones, at most one per slot.
 
         Args:
@@ -74,7 +149,7 @@ class PodPlanner:
                 self.builder.actions.append(DeletePod(pod.name, pod.uid))
         else:
             created = self._create_leaders(live, terminating, desired, slots_used)
-        self._reconcile_followers(live, terminating, created, slots_used)
+        self._plan_followers(live, terminating, created, slots_used)
         return live
 
     def _create_leaders(
@@ -104,7 +179,7 @@ class PodPlanner:
             created.add(slot)
         return created
 
-    def _reconcile_followers(
+    def _plan_followers(
         self, leaders: list[PodView], terminating_leaders: list[PodView], created: set[int], slots_used: int
     ) -> None:
         """Give each leader its followers, and remove those without a leader.

@@ -12,9 +12,8 @@ from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator import names
-from rollout_operator.accelerators import node_affinity
-from rollout_operator.gang import join_gang
 from rollout_operator.job_context import JobContext
+from rollout_operator.scheduling import join_gang, node_affinity
 from rollout_operator.strategic_merge import PatchError, strategic_merge
 
 MANIFEST_FILE = "job.yaml"

@@ -14,14 +14,12 @@ from rollout_api.status_token import StatusToken
 from rollout_operator import names
 from rollout_operator.actions import Event
 from rollout_operator.apply import OutdatedError, execute, post_event
-from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import is_true
 from rollout_operator.head_status_reader import HeadStatusReader
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, config_map_reference
-from rollout_operator.object_cache import JobKey, ObjectCache
-from rollout_operator.observed import KeptBundle, Manifest, Observed, Rejection, Target
+from rollout_operator.object_cache import JobKey, ObjectCache, RuntimeCache
+from rollout_operator.observed import ClusterInfo, KeptBundle, Manifest, Observed, Rejection, Target
 from rollout_operator.plan import plan
-from rollout_operator.runtime_cache import RuntimeCache
 from rollout_operator.runtimes import RuntimeKey
 from rollout_operator.work_queue import WorkQueue
 

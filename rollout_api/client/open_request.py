@@ -372,21 +372,19 @@ class Leftovers:
     def __init__(self, client_name: str) -> None:
         self._step_pattern = re.compile(rf"{re.escape(client_name)}:(\d+):")
         self._num_opened = 0
-        self._left: dict[str, int] = {}
-        """Request id → number of steps that had been opened when its step was left."""
-
-    def __len__(self) -> int:
-        return len(self._left)
+        self._left: dict[str, tuple[int, int]] = {}
+        """Request id → number of its step, and number of steps that had been opened when that was left."""
 
     def add(self, request_ids: Iterable[str], *, when: int | None = None) -> None:
-        """Add requests whose step was left.
+        """Add requests whose step was left; those that are not of a step are ignored.
 
         Args:
             request_ids: their ids.
             when: number of steps that had been opened then; default: that until now.
         """
         for request_id in request_ids:
-            self._left.setdefault(request_id, self._num_opened if when is None else when)
+            if match := self._step_pattern.match(request_id):
+                self._left.setdefault(request_id, (int(match[1]), self._num_opened if when is None else when))
 
     def open_step(self) -> int:
         """Count a step that is opened, and return the number of those before it."""
@@ -407,12 +405,8 @@ class Leftovers:
         """
         past = [
             request_id
-            for request_id, num_opened in self._left.items()
-            if num_opened <= num_opened_before and self._step_of(request_id) < step
+            for request_id, (number, num_opened) in self._left.items()
+            if number < step and num_opened <= num_opened_before
         ]
         self.discard(past)
         return past
-
-    def _step_of(self, request_id: str) -> int:
-        match = self._step_pattern.match(request_id)
-        return -1 if match is None else int(match[1])

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.adapter_names import AdapterNames
 from rollout_api.client.connection import CLOSED, JobConnection
-from rollout_api.client.idempotency_keys import IdempotencyKeys
 from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
@@ -19,7 +17,7 @@ from rollout_api.client.open_request import TokensCallback
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.results import Results
-from rollout_api.client.turn_records import TurnRecords
+from rollout_api.client.server_records import AdapterNames, IdempotencyKeys, TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.client.weight_transfer import WeightTransfer
 from rollout_api.errors import RolloutClientError

@@ -84,6 +84,8 @@ class Results:
         self._release = async_function(client, __package__, "release")
         self._open: dict[str, OpenRequest] = {}
         self._unsent: deque[OpenRequest] = deque()
+        self._lost: list[OpenRequest] = []
+        """Requests that Redis may have lost, and that are sent again."""
         self._abandoned: list[str] = []
         self._has_work, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
@@ -261,6 +263,11 @@ class Results:
         for opened in self._open.values():
             opened.fail(error)
 
+    def _fail(self, requests: Iterable[OpenRequest], error: Exception, action: str) -> None:
+        failure = _as_client_error(error, action)
+        for opened in requests:
+            opened.fail(failure)
+
     # Sending.
 
     async def _send_forever(self) -> None:
@@ -273,16 +280,22 @@ class Results:
                 try:
                     await self._send(batch)
                 except Exception as error:
-                    failure = _as_client_error(error, "sending requests")
-                    for opened in batch:
-                        opened.fail(failure)
+                    self._fail(batch, error, "sending requests")
                 finally:
                     self._is_idle.set()
+            lost, self._lost = self._lost, []
+            for batch in _batches(lost):
+                try:
+                    await self._append(batch)
+                except Exception as error:
+                    self._fail(batch, error, "sending requests")
+            # The job only cancels requests that it has.
+            cancelled = [opened.request.request_id for opened in lost if _awaits_cancellation(opened)]
             abandoned, self._abandoned = self._abandoned, []
             try:
-                await self._sender.cancel(abandoned)
+                await self._sender.cancel(cancelled + abandoned)
             except RolloutClientError as error:
-                logger.warning("Cannot cancel %d requests: %s", len(abandoned), error)
+                logger.warning("Cannot cancel %d requests: %s", len(cancelled + abandoned), error)
 
     def _next_batch(self) -> list[OpenRequest]:
         """Remove the next requests from the queue: those for which the job has room, and those that may not wait."""
@@ -566,11 +579,10 @@ class Results:
     async def _recover(self) -> None:
         """Redis was unreachable, and may have lost requests: send all open ones again. Repetitions are harmless."""
         await self._seek()
-        for batch in _batches([opened for opened in self._open.values() if opened.was_sent]):
-            await self._read_any(batch)
-            await self._append(batch)
-            # The job only cancels requests that it has.
-            await self._sender.cancel([opened.request.request_id for opened in batch if _awaits_cancellation(opened)])
+        sent = [opened for opened in self._open.values() if opened.was_sent and opened.num_missing]
+        await self._read_any(sent)
+        self._lost += sent
+        self._has_work.set()
 
     async def _report_read(self) -> None:
         """Tell the job how many bytes of its results this client has read, so that it can hold back others."""

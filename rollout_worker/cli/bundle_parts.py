@@ -326,7 +326,7 @@ def _with_store(job: FoundJob, read: Callable[[JobStore], Awaitable[_Result]]) -
     async def run() -> _Result:
         store = JobStore.connect(job.redis_url, job.keys)
         try:
-            return await read(store)
+            return await read(store.once)
         finally:
             await store.close()
 

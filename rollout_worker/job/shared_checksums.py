@@ -7,7 +7,6 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_api.weights.checksum import checksum, weight_files
 from rollout_worker.job.job_store.weight_checksums import WeightChecksumStore
 from rollout_worker.job.limits import WEIGHT_CHECKSUM_POLL_INTERVAL_S
@@ -35,20 +34,20 @@ class SharedChecksums:
         """
         files = await asyncio.to_thread(_identify, directory)
         while True:
-            known = await retry_async(self._store.read, files)
+            known = await self._store.read(files)
             if known == expected:
                 return known
             if known is not None:
                 return await asyncio.to_thread(checksum, directory)
-            if await retry_async(self._store.claim, files):
+            if await self._store.claim(files):
                 break
             await asyncio.sleep(WEIGHT_CHECKSUM_POLL_INTERVAL_S)
         try:
             found = await asyncio.to_thread(checksum, directory)
             if files == await asyncio.to_thread(_identify, directory):
-                await retry_async(self._store.record, files, found)
+                await self._store.record(files, found)
         finally:
-            await retry_async(self._store.release, files)
+            await self._store.release(files)
         return found
 
 

@@ -223,7 +223,7 @@ async def _wait_engines_ready(job_store: JobStore, fleet: Fleet, count: int) -> 
         EngineError: as soon as one engine cannot start.
     """
     while True:
-        engines = await job_store.engines.engines()
+        engines = await job_store.once.engines.engines()
         if sum(alive for _, alive in engines.values()) >= count:
             return
         for name, error in fleet.errors.items():

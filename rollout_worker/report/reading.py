@@ -20,8 +20,8 @@ from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset.source import CLIENT_NAME
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.job_store.part import as_text
 from rollout_worker.report.recording import (
     DraftCounts,
     JobRecording,

@@ -20,7 +20,6 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Partial, RolloutRequest, WeightSpan, decode, encode
 from rollout_api.redis_client.connection import connect
-from rollout_api.redis_client.retry import retry_async
 from rollout_api.redis_client.server_functions import read_source
 from rollout_api.redis_client.wire import Wire
 from rollout_worker.history.records import START
@@ -39,6 +38,7 @@ from rollout_worker.job.job_store.rollouts import AppendedTokens
 from rollout_worker.job.relay import Relay
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.results_in_redis import kept_rollouts
+from tests.support.waiting import wait_for_async
 
 REPORT = EngineReport("engine-0", max_running=4)
 
@@ -280,7 +280,9 @@ def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: Sto
     harness.run(scenario)
 
 
-def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: StoreHarness) -> None:
+def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(
+    harness: StoreHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = request()
 
     async def scenario(job_store: JobStore) -> None:
@@ -289,19 +291,10 @@ def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: 
         harness.redis.config_set("maxmemory", 1)
         try:
             with pytest.raises(redis.exceptions.OutOfMemoryError):
-                await job_store.rollouts.finish(asked, rollout(asked, 0))
+                await job_store.once.rollouts.finish(asked, rollout(asked, 0))
             assert await job_store.engines.heartbeat("e", REPORT)
-            refused = asyncio.Event()
-
-            async def finish() -> bool:
-                try:
-                    return await job_store.rollouts.finish(asked, rollout(asked, 0))
-                except redis.exceptions.OutOfMemoryError:
-                    refused.set()
-                    raise
-
-            waiting = asyncio.ensure_future(retry_async(finish))
-            await asyncio.wait_for(refused.wait(), 10)
+            waiting = asyncio.ensure_future(job_store.rollouts.finish(asked, rollout(asked, 0)))
+            await wait_for_async(lambda: "retrying until it is available" in caplog.text)
             assert not waiting.done()
         finally:
             harness.redis.config_set("maxmemory", 0)

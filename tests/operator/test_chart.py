@@ -22,11 +22,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rollout_operator.__main__ import parse_arguments
 from rollout_operator.admin_secret import admin_secret
-from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.http_server import MetricsCollector
 from rollout_operator.job_context import JobContext
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.object_cache import ObjectCache
+from rollout_operator.observed import ClusterInfo
 from rollout_operator.owned_objects import owned_objects
 from rollout_operator.pods import head_pod
 from rollout_operator.reconciler import Reconciler

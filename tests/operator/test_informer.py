@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from rollout_operator import informer
 from rollout_operator.informer import Informer
-from rollout_operator.kubernetes_api import ApiError
-from rollout_operator.object_cache import JobKey, ObjectCache
-from rollout_operator.resource_kinds import CLUSTER_RUNTIMES
-from rollout_operator.runtime_cache import RuntimeCache
+from rollout_operator.kubernetes_api import CLUSTER_RUNTIMES, ApiError
+from rollout_operator.object_cache import JobKey, ObjectCache, RuntimeCache
 from rollout_operator.runtimes import RuntimeKey
 from rollout_operator.work_queue import WorkQueue
 

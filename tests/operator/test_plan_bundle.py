@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rollout_operator import names
 from rollout_operator.actions import DeletePod, KeepBundle, SetFinalizer
-from rollout_operator.bundle_plan import MAX_PODS
 from rollout_operator.observed import KeptBundle, Rejection, Target
+from rollout_operator.teardown import MAX_PODS
 
 from tests.support.planned_jobs import running_job
 from tests.support.simulated_cluster import SimulatedCluster

@@ -19,7 +19,6 @@ MODULES = (
     "job_planner",
     "plan",
     "pod_planner",
-    "running_conditions",
     "runtimes",
     "teardown",
 )

@@ -21,10 +21,8 @@ from rollout_operator.actions import (
     Plan,
     SetFinalizer,
 )
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.conditions import format_timestamp
 from rollout_operator.head_status import HeadStatus
-from rollout_operator.observed import KeptBundle, Observed, PodView, Rejection
+from rollout_operator.observed import ClusterInfo, KeptBundle, Observed, PodView, Rejection, format_timestamp
 from rollout_operator.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
-from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.engine.errors import AdmissionError
 from rollout_worker.history.store import LengthLookup
 from rollout_worker.job.coordinator.cancellations import Cancellations
@@ -51,8 +50,6 @@ class RequestAdmission:
         self._tracker, self._cancellations = tracker, cancellations
         self._dead_letters = dead_letters
         self._num_arrivals = 0
-        self._retries = RetryPolicy()
-        """Of all admissions together, so that an outage is not logged for each."""
 
     async def admit(self, entries: Iterable[Entry], held: Mapping[RolloutKey, str] | None = None) -> None:
         """Open the requests in entries of the request stream.
@@ -94,16 +91,16 @@ class RequestAdmission:
         except AdmissionError as error:
             logger.warning("Refused request %s of client %s: %s", message.request_id, message.reply_to, error)
             refusal = Refusal(request_id=message.request_id, reason=str(error))
-            await retry_async(self._job_store.results.refuse, message, refusal)
+            await self._job_store.results.refuse(message, refusal)
             await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
             return None
 
     async def _register(self, entry: Entry, request: RolloutRequest) -> Admission:
         """Open the ledger of a request, or refuse it."""
-        admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request, policy=self._retries)
+        admission = await self._job_store.requests.admit(entry.entry_id, request)
         if admission in _REJECTED:
             refusal = Refusal(request_id=request.request_id, reason=_REJECTED[admission])
-            await retry_async(self._job_store.results.refuse, request, refusal)
+            await self._job_store.results.refuse(request, refusal)
         return admission
 
     async def _open(
@@ -118,9 +115,9 @@ class RequestAdmission:
         """
         requests = list(admitted.values())
         progress, lengths, preferred_engines = await asyncio.gather(
-            retry_async(self._job_store.requests.progress, known),
+            self._job_store.requests.progress(known),
             self._lengths.fetch(request.problem for request in requests),
-            retry_async(self._job_store.requests.trajectory_engines, requests),
+            self._job_store.requests.trajectory_engines(requests),
         )
         progress_of = dict(zip(known, progress, strict=True))
         cancelled_early: list[str] = []
@@ -145,5 +142,5 @@ class RequestAdmission:
             if cancelled:
                 ended.append(opened)
         if cancelled_early:
-            await retry_async(self._job_store.requests.mark_cancelled, cancelled_early)
+            await self._job_store.requests.mark_cancelled(cancelled_early)
         await self._cancellations.end(ended)

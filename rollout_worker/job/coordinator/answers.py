@@ -7,7 +7,6 @@ from collections import deque
 from typing import NamedTuple
 
 from rollout_api.protocol.messages import FinishReason, Rollout
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
@@ -67,7 +66,7 @@ class Answers:
         if not batch:
             return
         samples = [(ended.request.request, ended.sample) for ended in batch]
-        partials = await retry_async(self._job_store.rollouts.partials, samples)
+        partials = await self._job_store.rollouts.partials(samples)
         rollouts = [
             Rollout.from_request(
                 ended.request.request,
@@ -79,7 +78,7 @@ class Answers:
             for ended, partial in zip(batch, partials, strict=True)
         ]
         answers = [(ended.request.request, rollout) for ended, rollout in zip(batch, rollouts, strict=True)]
-        await retry_async(self._job_store.rollouts.finish_all, answers)
+        await self._job_store.rollouts.finish_all(answers)
         for ended, rollout in zip(batch, rollouts, strict=True):
             # Not left to the event stream, from which events may be trimmed when so many rollouts end together.
             length = len(rollout.token_ids)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from rollout_api.protocol.messages import FinishReason
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.open_request import OpenRequest
@@ -52,7 +51,7 @@ class Cancellations:
         requests = [request for request in found if request is not None and not request.cancelled]
         if not requests:
             return
-        await retry_async(self._job_store.requests.mark_cancelled, [request.request_id for request in requests])
+        await self._job_store.requests.mark_cancelled([request.request_id for request in requests])
         await self.end(requests)
 
     async def end(self, requests: Iterable[OpenRequest]) -> None:
@@ -77,7 +76,7 @@ class Cancellations:
     async def forget_early(self) -> None:
         """Forget cancellations of unknown requests. Call this when every request that was sent has been read."""
         if self._early:
-            await retry_async(self._job_store.incoming.delete, Stream.CONTROL, *self._early_entries)
+            await self._job_store.incoming.delete(Stream.CONTROL, *self._early_entries)
             self.clear()
 
     def clear(self) -> None:

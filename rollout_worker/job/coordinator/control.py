@@ -12,7 +12,6 @@ from rollout_api.protocol.messages import (
     WeightUpdate,
     decode,
 )
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
@@ -40,7 +39,7 @@ class ControlProcessor:
 
     async def restore(self) -> None:
         """Read from Redis whether the job was closed."""
-        self.closing = await retry_async(self._job_store.job.is_closing)
+        self.closing = await self._job_store.job.is_closing()
 
     async def process(self, entry: Entry) -> None:
         """Process an entry of the control stream."""
@@ -66,8 +65,8 @@ class ControlProcessor:
         elif isinstance(message, Pause | Resume):
             await self._pause.publish(message.mode if isinstance(message, Pause) else None, list(self._engines.engines))
         else:
-            await retry_async(self._job_store.job.set_closing)
+            await self._job_store.job.set_closing()
             self.closing = True
             if self._pause.mode is not None:  # a paused job would never answer its requests
                 await self._pause.publish(None, list(self._engines.engines))
-        await retry_async(self._job_store.incoming.delete, Stream.CONTROL, entry.entry_id)
+        await self._job_store.incoming.delete(Stream.CONTROL, entry.entry_id)

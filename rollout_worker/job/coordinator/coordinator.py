@@ -6,7 +6,6 @@ import time
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.history.store import HistoryStore, LengthLookup
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.admission import RequestAdmission
@@ -212,7 +211,7 @@ class Coordinator:
         if not self._control.closing or self._tracker.requests:
             return False
         # The relay ends with the job, so it must have moved everything to the history.
-        if not await retry_async(self._job_store.incoming.all_processed):
+        if not await self._job_store.incoming.all_processed():
             return False
-        await retry_async(self._job_store.job.set_closed)
+        await self._job_store.job.set_closed()
         return True

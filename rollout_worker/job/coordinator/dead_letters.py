@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.job_store import Entry, JobStore, Stream
 
 logger = logging.getLogger(__name__)
@@ -22,4 +21,4 @@ class DeadLetters:
         """Move an entry of a stream to the dead letters."""
         logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
         self.count += 1
-        await retry_async(self._job_store.incoming.dead_letter, stream, entry, reason)
+        await self._job_store.incoming.dead_letter(stream, entry, reason)

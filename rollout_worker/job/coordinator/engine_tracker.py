@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.open_request import OpenRequest
@@ -43,7 +42,7 @@ class EngineTracker:
         Returns:
             Ids of the engines that were discovered.
         """
-        registered = await retry_async(self._job_store.engines.engines)
+        registered = await self._job_store.engines.engines()
         alive = {engine: report for engine, (report, alive) in registered.items() if alive}
         discovered = [engine for engine in alive if engine not in self.engines]
         for engine in discovered:
@@ -83,7 +82,7 @@ class EngineTracker:
             keys: the rollouts.
             lost: whether their engine was lost, which may be the fault of one of them.
         """
-        self._queue.add_partials(await retry_async(self._job_store.rollouts.partial_ids))
+        self._queue.add_partials(await self._job_store.rollouts.partial_ids())
         unfinished: list[tuple[OpenRequest, int]] = []
         for request_id, sample in sorted(keys):
             self._tracker.unassign((request_id, sample))
@@ -91,9 +90,7 @@ class EngineTracker:
             if request is not None and sample not in request.done:
                 unfinished.append((request, sample))
         # A rollout that has just ended is in the ledger, but its event may not have arrived yet.
-        progress = await retry_async(
-            self._job_store.requests.progress, [request.request_id for request, _ in unfinished]
-        )
+        progress = await self._job_store.requests.progress([request.request_id for request, _ in unfinished])
         open_samples = []
         for (request, sample), (done, _) in zip(unfinished, progress, strict=True):
             if sample in done:
@@ -102,7 +99,7 @@ class EngineTracker:
                 open_samples.append((request, sample))
         if lost:
             ids = [request.rollout_id(sample) for request, sample in open_samples]
-            counts = await retry_async(self._job_store.assignments.count_losses, ids)
+            counts = await self._job_store.assignments.count_losses(ids)
             self._queue.set_loss_counts(dict(zip(ids, counts, strict=True)))
         for request, sample in open_samples:
             losses = self._queue.loss_count(request.rollout_id(sample))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.job.job_store import JobStore, Order, StaleCoordinatorError
 
 
@@ -15,12 +14,10 @@ class FencedOrders:
         self.coordinator = 0
         """Number of this coordinator; 0 before it has taken over."""
         self._job_store = job_store
-        self._retries = RetryPolicy()
-        """Of all orders together, so that an outage is not logged for each engine."""
 
     async def take_over(self) -> None:
         """Become the job's coordinator."""
-        self.coordinator = await retry_async(self._job_store.assignments.take_over)
+        self.coordinator = await self._job_store.assignments.take_over()
 
     async def check_current(self) -> None:
         """Check that no other coordinator has taken over.
@@ -28,7 +25,7 @@ class FencedOrders:
         Raises:
             StaleCoordinatorError: if one has.
         """
-        if await retry_async(self._job_store.assignments.current_coordinator) > self.coordinator:
+        if await self._job_store.assignments.current_coordinator() > self.coordinator:
             raise StaleCoordinatorError("another coordinator has taken over")
 
     async def send(self, engine: str, orders: Sequence[Order]) -> bool:
@@ -37,9 +34,7 @@ class FencedOrders:
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
-        return await retry_async(
-            self._job_store.assignments.send, self.coordinator, engine, orders, policy=self._retries
-        )
+        return await self._job_store.assignments.send(self.coordinator, engine, orders)
 
     async def reclaim(self, engine: str) -> list[Order] | None:
         """Remove an engine whose lease has expired; return its orders, or None if it has a lease again.
@@ -47,4 +42,4 @@ class FencedOrders:
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
-        return await retry_async(self._job_store.assignments.reclaim, self.coordinator, engine)
+        return await self._job_store.assignments.reclaim(self.coordinator, engine)

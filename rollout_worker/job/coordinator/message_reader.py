@@ -6,13 +6,12 @@ import asyncio
 import time
 
 from rollout_api.redis_client.batch_pacer import BatchPacer
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.control import ControlProcessor
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
-from rollout_worker.job.job_store import Entry, JobStore, RolloutEvent, Stream
+from rollout_worker.job.job_store import JobStore, RolloutEvent, Stream
 from rollout_worker.job.limits import CoordinatorLimits
 
 
@@ -40,7 +39,7 @@ class MessageReader:
 
     async def reset(self) -> None:
         """Read requests and control messages from the beginning, and events from now on."""
-        last_event = await retry_async(self._job_store.incoming.last_id, Stream.EVENTS)
+        last_event = await self._job_store.incoming.last_id(Stream.EVENTS)
         self._cursors = {Stream.REQUESTS: "0", Stream.CONTROL: "0", Stream.EVENTS: last_event}
 
     def skip_requests(self, last_id: str) -> None:
@@ -58,12 +57,9 @@ class MessageReader:
         if self._tracker.num_rollouts >= self._max_rollouts:
             del cursors[Stream.REQUESTS]
 
-        async def read_streams() -> dict[Stream, list[Entry]]:
-            return await self._job_store.incoming.read(
-                cursors, timeout_s=self._limits.read_timeout_s, max_entries=self._limits.read_batch
-            )
-
-        found = await retry_async(read_streams)
+        found = await self._job_store.incoming.read(
+            cursors, timeout_s=self._limits.read_timeout_s, max_entries=self._limits.read_batch
+        )
         now = time.monotonic()
         self._next_read = now + self._pacer.pause(sum(map(len, found.values())), now)
         for stream, entries in found.items():

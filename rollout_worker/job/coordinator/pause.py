@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollout_api.protocol.messages import PauseMode
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.job_store import EngineReport, JobStore, Order
 
@@ -20,11 +19,11 @@ class PauseAnnouncer:
 
     async def restore(self) -> None:
         """Read from Redis whether the job is paused."""
-        self.mode = await retry_async(self._job_store.job.pause)
+        self.mode = await self._job_store.job.pause()
 
     async def publish(self, mode: PauseMode | None, engines: Iterable[str]) -> None:
         """Record how the job is paused, None for not at all, and order *engines* to follow."""
-        await retry_async(self._job_store.job.set_pause, mode)
+        await self._job_store.job.set_pause(mode)
         self.mode = mode
         for engine in engines:
             await self._orders.send(engine, [Order.update_pause()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.job_store import JobStore, RolloutEvent
@@ -53,7 +52,7 @@ class Reconciliation:
             await self._compare_progress([self._unread_requests.popleft() for _ in range(number)])
 
     async def _compare_inbox(self, engine: str) -> None:
-        orders = await retry_async(self._job_store.assignments.inbox, engine)
+        orders = await self._job_store.assignments.inbox(engine)
         in_inbox = {order.assignment.key for order in orders if order.assignment is not None}
         missing = self._tracker.assigned.get(engine, set()) - in_inbox
         twice, self._missing[engine] = missing & self._missing[engine], missing
@@ -70,7 +69,7 @@ class Reconciliation:
                 self._engines.requeue_returned(found, sample)
 
     async def _compare_progress(self, request_ids: list[str]) -> None:
-        progress = await retry_async(self._job_store.requests.progress, request_ids)
+        progress = await self._job_store.requests.progress(request_ids)
         for request_id, (done, _) in zip(request_ids, progress, strict=True):
             for sample in done:
                 self._tracker.record_end(RolloutEvent(request_id, sample))

@@ -6,7 +6,6 @@ import logging
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.cancellations import Cancellations
@@ -58,24 +57,24 @@ class Recovery:
 
     async def take_over(self) -> None:
         """Become the job's coordinator and rebuild the state from Redis."""
-        self._server_run_id = await retry_async(self._job_store.server_run_id)
+        self._server_run_id = await self._job_store.server_run_id()
         await self._orders.take_over()
         # Events up to here are not read, because their effects are in the data that is read from here on.
         await self._reader.reset()
-        await retry_async(self._job_store.job.publish, self._job_name, self._description)
+        await self._job_store.job.publish(self._job_name, self._description)
         await self._control.restore()
         await self._weights.restore()
         await self._pause.restore()
-        loss_counts = await retry_async(self._job_store.assignments.loss_counts)
-        self._queue.restore(loss_counts, await retry_async(self._job_store.rollouts.partial_ids))
+        loss_counts = await self._job_store.assignments.loss_counts()
+        self._queue.restore(loss_counts, await self._job_store.rollouts.partial_ids())
         await self._publisher.restore()
-        registered = await retry_async(self._job_store.engines.engines)
+        registered = await self._job_store.engines.engines()
         held: dict[RolloutKey, str] = {}
         for engine in registered:
-            for order in await retry_async(self._job_store.assignments.inbox, engine):
+            for order in await self._job_store.assignments.inbox(engine):
                 if order.assignment is not None:
                     held[order.assignment.key] = engine
-        entries = await retry_async(self._job_store.incoming.entries, Stream.REQUESTS)
+        entries = await self._job_store.incoming.entries(Stream.REQUESTS)
         await self._admission.admit(entries, held)
         if entries:
             self._reader.skip_requests(entries[-1].entry_id)
@@ -84,7 +83,7 @@ class Recovery:
 
     async def take_over_again_after_restart(self) -> None:
         """Rebuild the state if Redis was restarted or failed over, because it may have lost its last writes."""
-        if await retry_async(self._job_store.server_run_id) == self._server_run_id:
+        if await self._job_store.server_run_id() == self._server_run_id:
             return
         logger.warning("Redis was restarted or replaced. The coordinator rebuilds its state, as writes may be lost.")
         self._tracker.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.job_store import JobStore
 
@@ -24,7 +23,7 @@ class SlowClients:
     async def update(self) -> None:
         """Measure the unread results of all clients with open requests."""
         clients = list(self._tracker.clients)
-        sizes = await retry_async(self._job_store.results.unread_bytes, clients)
+        sizes = await self._job_store.results.unread_bytes(clients)
         self.unread_bytes = dict(zip(clients, sizes, strict=True))
         slow = frozenset(client for client, size in self.unread_bytes.items() if size > self._max_unread_bytes)
         for client in slow - self.names:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 from rollout_api.protocol.status import CoordinatorStatus, EnvironmentErrors
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.control import ControlProcessor
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
@@ -68,7 +67,7 @@ class StatusPublisher:
     async def restore(self) -> None:
         """Continue the canary test of an earlier coordinator, if its state can be read."""
         try:
-            if (state := await retry_async(self._job_store.job.canaries)) is not None:
+            if (state := await self._job_store.job.canaries()) is not None:
                 self._canaries.load_json(state)
                 self._stored_canaries = self._canaries.drift.canaries
         except ValueError as error:
@@ -87,9 +86,9 @@ class StatusPublisher:
 
     async def publish(self) -> None:
         """Publish the current state."""
-        totals = await retry_async(self._job_store.rollouts.totals)
-        engine_errors = await retry_async(self._job_store.engines.failed)
-        environment_errors = await retry_async(self._job_store.job.environment_errors)
+        totals = await self._job_store.rollouts.totals()
+        engine_errors = await self._job_store.engines.failed()
+        environment_errors = await self._job_store.job.environment_errors()
         status = self._board.update(self._input(totals, engine_errors, environment_errors))
         await self._write(status)
         await self._recorder.record(status)
@@ -132,7 +131,7 @@ class StatusPublisher:
             yield from request.remaining_work(speed, now)
 
     async def _write(self, status: CoordinatorStatus) -> None:
-        await retry_async(self._job_store.job.set_status, json.dumps(status).encode())
+        await self._job_store.job.set_status(json.dumps(status).encode())
         if self._canaries.drift.canaries != self._stored_canaries:
             self._stored_canaries = self._canaries.drift.canaries
-            await retry_async(self._job_store.job.set_canaries, self._canaries.to_json())
+            await self._job_store.job.set_canaries(self._canaries.to_json())

@@ -8,7 +8,6 @@ import time
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.distributions import RolloutDistributions
 from rollout_worker.job.coordinator.request_spans import RequestSpans
 from rollout_worker.job.job_store import JobStore
@@ -56,26 +55,26 @@ class TimelineRecorder:
         now = time.monotonic()
         if not self._began:
             store = self._job_store
-            first = await retry_async(store.timeline.first_measured_at)
-            self._began = now if first is None else now - max(0.0, await retry_async(store.clock) - first)
+            first = await store.timeline.first_measured_at()
+            self._began = now if first is None else now - max(0.0, await store.clock() - first)
         interval = max(MEASUREMENT_INTERVAL_S, (now - self._began) / resolution(self._num_bytes))
         if now - self._measured < interval:
             return
         self._measured = now
-        self._num_bytes = await retry_async(self._job_store.timeline.add_measurement, measurement_of(status))
+        self._num_bytes = await self._job_store.timeline.add_measurement(measurement_of(status))
 
     async def _read_ended(self, newest_version: int) -> None:
         timeline = self._job_store.timeline
         if self._last_ended is None:
             # An earlier coordinator has counted the others. Its counters end with it, as those of any process.
-            self._last_ended = await retry_async(timeline.last_ended_id)
+            self._last_ended = await timeline.last_ended_id()
             return
         while True:
             try:
-                ended = await retry_async(timeline.ended, self._last_ended)
+                ended = await timeline.ended(self._last_ended)
             except CodecError as error:
                 logger.warning("Cannot read the timeline from the entry %s on: %s", self._last_ended, error)
-                self._last_ended = await retry_async(timeline.last_ended_id)
+                self._last_ended = await timeline.last_ended_id()
                 return
             for entry in ended:
                 self._distributions.observe_rollout(entry.rollout, newest_version)

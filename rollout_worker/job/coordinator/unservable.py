@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from rollout_api.protocol.messages import FinishReason
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.open_request import OpenRequest
@@ -44,7 +43,7 @@ class UnservableRequests:
         """End the waiting samples of requests whose deadline has passed. Engines end their own samples."""
         if not self._tracker.with_deadline:
             return
-        now = await retry_async(self._job_store.clock)
+        now = await self._job_store.clock()
         for request in list(self._tracker.with_deadline.values()):
             if request.deadline is not None and request.deadline <= now:
                 self._answers.end_waiting(request, FinishReason.DEADLINE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from rollout_api.protocol.messages import JoinGroup, WeightUpdate
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.job_store import EngineReport, JobStore, Order
 
@@ -35,19 +34,19 @@ class WeightAnnouncer:
 
     async def restore(self) -> None:
         """Read the published weights and the transfer group from Redis."""
-        self._updates = await retry_async(self._job_store.job.weights)
-        self._group = await retry_async(self._job_store.job.transfer_group)
+        self._updates = await self._job_store.job.weights()
+        self._group = await self._job_store.job.transfer_group()
 
     async def publish(self, update: WeightUpdate, engines: Iterable[str]) -> None:
         """Record an update and order *engines* to load it."""
-        await retry_async(self._job_store.job.set_weights, update)
+        await self._job_store.job.set_weights(update)
         await self.restore()
         for engine in engines:
             await self._orders.send(engine, [Order.update_weights()])
 
     async def form_group(self, group: JoinGroup, engines: Container[str]) -> None:
         """Record a transfer group, and order its members among *engines* to join it."""
-        await retry_async(self._job_store.job.set_transfer_group, group)
+        await self._job_store.job.set_transfer_group(group)
         self._group = group
         for engine in group.members:
             if engine in engines:

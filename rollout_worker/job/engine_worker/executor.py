@@ -51,7 +51,7 @@ class RolloutExecutor:
 
     async def synchronize_clock(self) -> None:
         """Measure how far Redis' clock, by which deadlines are counted, is ahead of this machine's."""
-        self._clock_offset = await retry_async(self._job_store.clock) - time.time()
+        self._clock_offset = await self._job_store.clock() - time.time()
 
     async def run(self) -> None:
         """Wait until a rollout fails because of the engine, and raise its error.
@@ -96,7 +96,7 @@ class RolloutExecutor:
         else:
             request, (done, cancelled) = await asyncio.gather(
                 self._requests.get(assignment.entry_id),
-                retry_async(self._job_store.rollouts.start_state, *assignment.key),
+                self._job_store.rollouts.start_state(*assignment.key),
             )
         if request is None:  # it was answered in the meantime
             await self._acknowledge(running, engine_id)
@@ -111,7 +111,7 @@ class RolloutExecutor:
         oldest, resumed = assignment.oldest_version, None
         may_have_tokens = assignment.resumed or (request.stream and not assignment.is_first)
         if may_have_tokens and can_continue(request.sampling):
-            [resumed] = await retry_async(self._job_store.rollouts.partials, [(request, assignment.sample)])
+            [resumed] = await self._job_store.rollouts.partials([(request, assignment.sample)])
         if resumed is not None and _is_older(resumed, oldest):
             resumed = None
         if cancelled:
@@ -183,7 +183,7 @@ class RolloutExecutor:
             if tokens is not None and stream is not None:
                 await retry_async(self._token_streams.complete, stream, tokens)
             elif tokens is not None:
-                await retry_async(self._job_store.rollouts.checkpoint, request, sample, tokens)
+                await self._job_store.rollouts.checkpoint(request, sample, tokens)
             return
         rollout = Rollout.from_request(
             request,
@@ -203,7 +203,7 @@ class RolloutExecutor:
             started_at=running.started_at,
             finished_at=time.time(),
         )
-        await retry_async(lambda: self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id))
+        await self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id)
 
     async def _generate(
         self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None, stream: TokenStream | None
@@ -222,19 +222,15 @@ class RolloutExecutor:
 
     async def _acknowledge(self, running: RunningRollout, engine_id: str) -> None:
         """Remove an assignment that needs no work from the inbox."""
-        await retry_async(self._job_store.assignments.acknowledge, engine_id, running.order.order_id)
+        await self._job_store.assignments.acknowledge(engine_id, running.order.order_id)
 
     async def _return(self, running: RunningRollout, engine_id: str, reason: str) -> None:
         """Return an assignment to the coordinator."""
         # First, because the coordinator may assign the rollout to this engine again at once, and that assignment must
         # not be taken for a repetition.
         self._running.discard(running)
-        await retry_async(
-            self._job_store.assignments.return_assignment,
-            engine_id,
-            running.order.order_id,
-            running.assignment,
-            reason,
+        await self._job_store.assignments.return_assignment(
+            engine_id, running.order.order_id, running.assignment, reason
         )
 
 
@@ -294,5 +290,5 @@ class RequestCache:
             self._reads.popitem(last=False)
 
     async def _read(self, entry: str) -> RolloutRequest | None:
-        request = await retry_async(self._job_store.requests.read, entry)
+        request = await self._job_store.requests.read(entry)
         return request.with_defaults(self._defaults) if request is not None else None

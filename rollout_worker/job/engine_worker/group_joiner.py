@@ -6,7 +6,6 @@ import asyncio
 import logging
 
 from rollout_api.protocol.messages import JoinGroup
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.transfer_group import GroupMembership
@@ -37,7 +36,7 @@ class GroupJoiner:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            group, report = await retry_async(self._job_store.job.transfer_group), self._lease.report
+            group, report = await self._job_store.job.transfer_group(), self._lease.report
             if group is None or self._lease.engine_id not in group.members or group.group == report.group:
                 continue
             error = await self._join(group)

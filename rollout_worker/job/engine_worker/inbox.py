@@ -7,7 +7,6 @@ import logging
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.messages import FinishReason, PauseMode
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
 from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
@@ -40,7 +39,7 @@ class PauseUpdater:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            mode = await retry_async(self._job_store.job.pause)
+            mode = await self._job_store.job.pause()
             applying = asyncio.ensure_future(self._apply(mode))
             requested = asyncio.ensure_future(self._requested.wait())
             try:
@@ -84,15 +83,12 @@ class InboxReader:
         while True:
             if engine_id != self._lease.engine_id:  # each registration has an inbox of its own
                 engine_id, cursor = self._lease.engine_id, "0"
-            orders, cursor = await retry_async(self._read, engine_id, cursor)
+            orders, cursor = await self._job_store.assignments.read_inbox(
+                engine_id, cursor, timeout_s=INBOX_READ_TIMEOUT_S, max_orders=ORDERS_PER_READ
+            )
             for order in orders:
                 if engine_id == self._lease.engine_id:
                     await self._execute(order)
-
-    async def _read(self, engine_id: str, cursor: str) -> tuple[list[Order], str]:
-        return await self._job_store.assignments.read_inbox(
-            engine_id, cursor, timeout_s=INBOX_READ_TIMEOUT_S, max_orders=ORDERS_PER_READ
-        )
 
     async def _execute(self, order: Order) -> None:
         if order.kind is OrderKind.SAMPLE and order.assignment is not None:
@@ -111,4 +107,4 @@ class InboxReader:
             self._groups.request_update()
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
-        await retry_async(self._job_store.assignments.acknowledge, self._lease.engine_id, order.order_id)
+        await self._job_store.assignments.acknowledge(self._lease.engine_id, order.order_id)

@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 import redis
 
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.engine_worker.token_streams import CheckpointWriter
@@ -46,7 +45,7 @@ class EngineLease:
 
     async def register(self) -> None:
         """Register the engine, so that it receives assignments."""
-        self._redis_run_id = await retry_async(self._job_store.server_run_id)
+        self._redis_run_id = await self._job_store.server_run_id()
         await self._begin()
 
     async def renew(self) -> None:
@@ -64,12 +63,12 @@ class EngineLease:
     async def start_draining(self) -> None:
         """Tell the coordinator that the engine takes no more rollouts."""
         self.report.draining = True
-        await retry_async(lambda: self._job_store.engines.heartbeat(self.engine_id, self.report))
+        await self._job_store.engines.heartbeat(self.engine_id, self.report)
 
     async def release(self) -> None:
         """End the lease, so that other engines take over at once instead of when it expires."""
         try:
-            await self._job_store.engines.release(self.engine_id)
+            await self._job_store.once.engines.release(self.engine_id)
         except redis.RedisError as error:
             logger.info("Cannot release the lease of engine %s (%s); it will expire.", self.engine_id, error)
 
@@ -77,13 +76,13 @@ class EngineLease:
         """Renew the lease, or register again; return what the lease was."""
         self._update_report()
         state, run_id = await asyncio.gather(  # in one round trip
-            retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report),
-            retry_async(self._job_store.server_run_id),
+            self._job_store.engines.heartbeat(self.engine_id, self.report),
+            self._job_store.server_run_id(),
         )
         if run_id != self._redis_run_id:
             # Redis may have lost its last writes, and with them assignments or finished rollouts.
             self._redis_run_id, reason = run_id, "Redis was restarted"
-            await retry_async(self._job_store.engines.release, self.engine_id)
+            await self._job_store.engines.release(self.engine_id)
         elif state is LeaseState.LOST:
             reason = "its lease had expired"
         else:
@@ -101,7 +100,7 @@ class EngineLease:
     async def _begin(self) -> None:
         self.engine_id = f"{self.report.name}-{secrets.token_hex(4)}"
         self._update_report()
-        await retry_async(lambda: self._job_store.engines.heartbeat(self.engine_id, self.report, register=True))
+        await self._job_store.engines.heartbeat(self.engine_id, self.report, register=True)
 
     async def _report_running(self) -> None:
         """Publish how far the running rollouts are; a failed write is not repeated, because a later one follows."""
@@ -119,7 +118,7 @@ class EngineLease:
             if (request := running.request) is not None
         ]
         with suppress(redis.RedisError):
-            await self._job_store.timeline.report_running(self.engine_id, progress)
+            await self._job_store.once.timeline.report_running(self.engine_id, progress)
 
     def _update_report(self) -> None:
         self.report.counters |= asdict(self._engine.counters)

@@ -47,7 +47,7 @@ class CheckpointWriter:
             self._added.clear()
             pending, self._pending = self._pending, {}
             writes = (
-                self._job_store.rollouts.checkpoint(request, key[1], partial)
+                self._job_store.once.rollouts.checkpoint(request, key[1], partial)
                 for key, (request, partial) in pending.items()
             )
             outcomes = await asyncio.gather(*writes, return_exceptions=True)

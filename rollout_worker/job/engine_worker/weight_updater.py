@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 
 from rollout_api.protocol.messages import WeightsKind, WeightUpdate
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.weight_loading import PassedWeights
@@ -105,13 +104,13 @@ class WeightUpdater:
                 continue
             target = next(iter(self._passing_requests))
             version = self._passing_requests.pop(target)
-            report = await retry_async(self._job_store.engines.report, target)
+            report = await self._job_store.engines.report(target)
             if report is None or report.missed != version:
                 continue  # it has received them meanwhile, or has ended
             offer = await self._make_offer(version)
             if offer.error:
                 logger.warning("Engine %s gets no weights from this engine: %s", target, offer.error)
-            await retry_async(self._job_store.weight_offers.offer, target, offer)
+            await self._job_store.weight_offers.offer(target, offer)
 
     async def serves(self, version: int) -> bool:
         """Return whether new rollouts are sampled with *version*, once the current update has finished."""
@@ -149,7 +148,7 @@ class WeightUpdater:
             offer: where another engine passes missed weights on.
         """
         report = self._lease.report
-        updates = await retry_async(self._job_store.job.weights)
+        updates = await self._job_store.job.weights()
         if report.missed is not None and report.missed not in [update.weight_version for update in updates]:
             report.missed, self._passing_attempts = None, 0
         for update in updates:
@@ -231,7 +230,7 @@ class WeightUpdater:
 
     async def _receive_missed(self) -> None:
         """Receive the missed weights if another engine offers them."""
-        offer = await retry_async(self._job_store.weight_offers.read, self._lease.engine_id)
+        offer = await self._job_store.weight_offers.read(self._lease.engine_id)
         async with self._updating:
             if offer is not None and offer.token != self._last_offer:
                 self._last_offer = offer.token

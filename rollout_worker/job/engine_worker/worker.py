@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.spec import Sampling
-from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
@@ -182,7 +181,7 @@ class EngineWorker:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             _, grace = await asyncio.gather(  # in one round trip
-                self._lease.renew(), retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
+                self._lease.renew(), self._job_store.engines.shutdown_grace(self._lease.report.worker)
             )
             if grace is not None and not self._lease.report.draining:
                 self._draining = asyncio.ensure_future(self.drain(grace))

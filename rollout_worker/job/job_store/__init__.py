@@ -1,7 +1,8 @@
 """A job's state in Redis, as its coordinator, engines, relay and launchers read and write it.
 
 Only the classes of this package touch the Redis keys of a job. They decide nothing. Each method is idempotent, so that
-it can be repeated when a reply was lost, and raises :class:`redis.RedisError` if Redis fails.
+it can be repeated when a reply was lost. Those of a :class:`JobStore` repeat themselves while Redis is unreachable or
+full; all others, and those of :attr:`JobStore.once`, raise :class:`redis.RedisError` if Redis fails.
 """
 
 from rollout_worker.job.job_store.assignments import Assignment, Order, OrderKind, StaleCoordinatorError

@@ -10,9 +10,10 @@ from typing import Any
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import read_entries
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import MAX_EVENTS, MAX_REQUEST_BYTES_IN_ORDER
 
 RolloutKey = tuple[str, int]
@@ -161,11 +162,11 @@ class Order:
         return fields
 
 
-class AssignmentStore:
+class AssignmentStore(StorePart):
     """Sends orders to engines, and takes assignments back."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self._assign = async_function(client, __package__, "assign")
         self._reclaim = async_function(client, __package__, "reclaim")
         self._return = async_function(client, __package__, "return_assignment")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import redis
 
 from rollout_api.protocol.keys import MessageKeys
-from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.part import as_text
 from rollout_worker.job.limits import GROUP_EXPIRY_S
 
 _ENDED = "ended"

@@ -11,8 +11,9 @@ import msgpack
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
+from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
-from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import ENGINE_LEASE_S, FAILED_ENGINES_EXPIRY_S
 
 
@@ -107,11 +108,11 @@ class LeaseState(IntEnum):
     """It is valid, and someone observes the running rollouts."""
 
 
-class EngineRegistry:
+class EngineRegistry(StorePart):
     """Renews and reads the leases and reports of engines."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self._heartbeat = async_function(client, __package__, "heartbeat")
 
     async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> LeaseState:

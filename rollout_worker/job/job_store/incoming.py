@@ -10,7 +10,8 @@ import redis.asyncio
 
 from rollout_api.protocol.dead_letters import add_dead_letter
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_worker.job.job_store.encoding import as_text
+from rollout_api.redis_client.retry import RetryPolicy
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import ENTRIES_PER_PAGE
 
 
@@ -37,11 +38,11 @@ class Entry(NamedTuple):
         return self.fields.get(MESSAGE_FIELD.encode(), b"")
 
 
-class IncomingStreams:
+class IncomingStreams(StorePart):
     """Reads the coordinator's streams and removes what was processed."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self._names = {Stream.REQUESTS: keys.requests, Stream.CONTROL: keys.control, Stream.EVENTS: keys.events}
 
     async def read(

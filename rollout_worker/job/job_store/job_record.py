@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import redis.asyncio
-
-from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.keys import job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     JoinGroup,
@@ -18,8 +16,8 @@ from rollout_api.protocol.messages import (
     decode,
     encode,
 )
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.job_keys import add_expiry, async_key_batches
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import STATUS_EXPIRY_S
 
 
@@ -41,11 +39,8 @@ class JobDescription:
     version: int = SCHEMA_VERSION
 
 
-class JobRecord:
+class JobRecord(StorePart):
     """Reads and writes what belongs to the whole job."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
 
     async def publish(self, name: str, description: JobDescription) -> None:
         """Publish the job ``namespace/name``, so that clients find it."""

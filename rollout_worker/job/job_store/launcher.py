@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import redis
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
 from rollout_worker.job.job_store.job_keys import add_expiry, key_batches
+from rollout_worker.job.job_store.part import as_text
 from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 from rollout_worker.job.limits import (
     DELETED_JOB_NOTICE_S,

@@ -11,8 +11,8 @@ import redis
 from rollout_api.protocol.dead_letters import add_dead_letter
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import RolloutId
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import Entry
+from rollout_worker.job.job_store.part import as_text
 from rollout_worker.job.ledger import LedgerEntry
 
 

@@ -10,7 +10,9 @@ import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import RolloutRequest, decode
+from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
+from rollout_worker.job.job_store.part import StorePart
 from rollout_worker.job.ledger import META_FIELDS
 
 
@@ -39,11 +41,11 @@ class RequestProgress(NamedTuple):
     cancelled: bool
 
 
-class RequestStore:
+class RequestStore(StorePart):
     """Admits requests and reads their progress."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self._admit = async_function(client, __package__, "admit")
         self._cancel = async_function(client, __package__, "cancel")
 

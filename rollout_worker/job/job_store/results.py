@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import redis.asyncio
-
-from rollout_api.protocol.keys import REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.keys import REQUEST_FIELD
 from rollout_api.protocol.messages import Refusal, RolloutRequest, encode
+from rollout_worker.job.job_store.part import StorePart
 from rollout_worker.job.limits import MAX_EVENTS, REFUSAL_RETENTION_S
 
 
-class ResultStore:
+class ResultStore(StorePart):
     """Refuses requests, and measures the results that clients have not read."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
 
     async def refuse(self, request: RolloutRequest, refusal: Refusal) -> None:
         """Tell the client of a request that it is refused."""

@@ -21,10 +21,11 @@ from rollout_api.protocol.messages import (
     pack_tokens,
 )
 from rollout_api.protocol.timeline import EndedRollout
+from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
 from rollout_worker.history.records import CONTEXT_TOKENS
 from rollout_worker.job.canaries import measure
-from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.limits import MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
 from rollout_worker.job.request_trace import pack_trace
@@ -53,11 +54,11 @@ class AppendedTokens(NamedTuple):
     tokens: Partial
 
 
-class RolloutStore:
+class RolloutStore(StorePart):
     """Checkpoints running rollouts and records finished ones."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self._finish_function = async_function(client, __package__, "finish")
         self._checkpoint_function = async_function(client, __package__, "checkpoint")
         self._append_function = async_function(client, __package__, "append_tokens")

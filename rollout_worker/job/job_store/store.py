@@ -6,10 +6,12 @@ import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect_async
+from rollout_api.redis_client.retry import RetryPolicy
 from rollout_worker.job.job_store.assignments import AssignmentStore
 from rollout_worker.job.job_store.engines import EngineRegistry
 from rollout_worker.job.job_store.incoming import IncomingStreams
 from rollout_worker.job.job_store.job_record import JobRecord
+from rollout_worker.job.job_store.part import StorePart
 from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
@@ -19,27 +21,29 @@ from rollout_worker.job.job_store.weight_offers import WeightOfferStore
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
 
-class JobStore:
+class JobStore(StorePart):
     """The state of one job in Redis. Each attribute stores one part of it."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
         self.keys = keys
-        self.job = JobRecord(client, keys)
-        self.incoming = IncomingStreams(client, keys)
-        self.requests = RequestStore(client, keys)
-        self.rollouts = RolloutStore(client, keys)
-        self.results = ResultStore(client, keys)
-        self.timeline = TimelineStore(client, keys)
-        self.assignments = AssignmentStore(client, keys)
-        self.engines = EngineRegistry(client, keys)
-        self.weight_checksums = WeightChecksumStore(client, keys)
-        self.weight_offers = WeightOfferStore(client, keys)
-        self._client = client
+        self.job = JobRecord(client, keys, retries)
+        self.incoming = IncomingStreams(client, keys, retries)
+        self.requests = RequestStore(client, keys, retries)
+        self.rollouts = RolloutStore(client, keys, retries)
+        self.results = ResultStore(client, keys, retries)
+        self.timeline = TimelineStore(client, keys, retries)
+        self.assignments = AssignmentStore(client, keys, retries)
+        self.engines = EngineRegistry(client, keys, retries)
+        self.weight_checksums = WeightChecksumStore(client, keys, retries)
+        self.weight_offers = WeightOfferStore(client, keys, retries)
+        self.once = self if retries is None else JobStore(client, keys)
+        """The same state, whose methods raise an error at once if Redis is unreachable or full."""
 
     @classmethod
     def connect(cls, url: str, keys: MessageKeys) -> JobStore:
         """Open the state of a job for the caller's asyncio event loop."""
-        return cls(connect_async(url, block=MAX_BLOCKING_READ_S), keys)
+        return cls(connect_async(url, block=MAX_BLOCKING_READ_S), keys, RetryPolicy())
 
     async def close(self) -> None:
         """Close the connections."""

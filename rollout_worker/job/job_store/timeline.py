@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 import msgpack
-import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import arrival_time
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES, RUNNING_EXPIRY_S
 
 _ARRIVAL_FIELD = b"a"
@@ -44,11 +43,8 @@ class EndedEntry(NamedTuple):
     """What :meth:`RequestTrace.unpack` needs."""
 
 
-class TimelineStore:
+class TimelineStore(StorePart):
     """Reads the timeline, appends measurements, and exchanges what is running now."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
 
     # What has ended
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import redis.asyncio
-
-from rollout_api.protocol.keys import MessageKeys
-from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.part import StorePart, as_text
 from rollout_worker.job.limits import WEIGHT_CHECKSUM_CLAIM_S, WEIGHT_CHECKSUM_EXPIRY_S
 
 
-class WeightChecksumStore:
+class WeightChecksumStore(StorePart):
     """Keeps the checksums of files, which are identified by a text, until they expire."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
 
     async def read(self, files: str) -> str | None:
         """Return the checksum of *files*; None if it was not computed."""

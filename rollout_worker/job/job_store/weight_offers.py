@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import redis.asyncio
-
-from rollout_api.protocol.keys import MessageKeys
+from rollout_worker.job.job_store.part import StorePart
 from rollout_worker.job.limits import WEIGHT_OFFER_EXPIRY_S
 
 
@@ -28,11 +26,8 @@ class WeightOffer:
     """Why the engine does not pass its weights on; empty if it does."""
 
 
-class WeightOfferStore:
+class WeightOfferStore(StorePart):
     """Keeps the last offer to each engine until it expires."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
-        self._client, self._keys = client, keys
 
     async def offer(self, target: str, offer: WeightOffer) -> None:
         """Offer weights to the engine *target*."""

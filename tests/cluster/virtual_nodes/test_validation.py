@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kubernetes.client import ApiException
 from rollout_operator import names
-from rollout_operator.object_diff import needs_apply
+from rollout_operator.owned_objects import needs_apply
 
 from rollout_api import ManifestError, parse_job
 from rollout_api.manifest.rollout_job import KIND

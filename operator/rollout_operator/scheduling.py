@@ -1,13 +1,14 @@
-"""Gang scheduling of the pods of one worker, by a scheduler that has PodGroups. Pure.
+"""Scheduling of pods: node affinity for a kind of GPU, and gangs. Pure.
 
-Without it, the scheduler may start some pods of several workers, all of which then wait for the rest. Kueue avoids this
-by itself, so that jobs in a queue need no PodGroups.
+If a scheduler has PodGroups, the pods of each worker form a gang. Otherwise it may start some pods of several workers,
+all of which then wait for the rest. Kueue avoids this by itself, so that jobs in a queue need no PodGroups.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from rollout_api.manifest.accelerators import accelerator_labels
 from rollout_operator import names
 
 COSCHEDULING_API = "scheduling.x-k8s.io/v1alpha1"
@@ -40,3 +41,13 @@ def join_gang(api_version: str, metadata: dict[str, Any], name: str) -> None:
         metadata["labels"][_COSCHEDULING_LABEL] = name
     else:
         metadata["annotations"][_VOLCANO_ANNOTATION] = name
+
+
+def node_affinity(kind: str) -> dict[str, Any]:
+    """Return a ``nodeAffinity`` that accepts nodes on which any label names this kind of GPU.
+
+    See :func:`rollout_api.manifest.accelerators.accelerator_labels`.
+    """
+    labels = accelerator_labels(kind)
+    terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": values}]} for key, values in labels.items()]
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

@@ -1,7 +1,9 @@
 """A follower: the part of a worker's engine that runs on another machine, for models that do not fit on one.
 
 The leader, which is the worker, decides when the engine starts and ends. The follower finds its offers in Redis, runs
-one process for each start of the engine, and ends it with the engine.
+one process for each start of the engine, and ends it with the engine. That process, ``python -m
+rollout_worker.launch.follower``, reads vLLM's engine arguments as JSON from stdin, and ends when one of vLLM's worker
+processes does.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ import redis
 
 from rollout_api.redis_client.checks import wait_until_usable
 from rollout_api.redis_client.connection import connect
-from rollout_worker.engine.config import engine_environment
+from rollout_worker.engine.config import engine_args, engine_environment
 from rollout_worker.job.job_store.engine_groups import EngineGroupStore, GroupMember, GroupOffer
 from rollout_worker.job.limits import GROUP_INTERVAL_S, GROUP_LOSS_S
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.worker import HANDOVER_MARGIN_S
+from rollout_worker.launch.worker import HANDOVER_MARGIN_S, ReadinessServer
 from rollout_worker.runtime.child_process import spawn_with_parent
-from rollout_worker.runtime.readiness import ReadinessServer
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Follower:
     """The model on this machine."""
     environment: dict[str, str] = field(repr=False)
     """Environment variables of vLLM's processes."""
-    command: Sequence[str] = (sys.executable, "-m", "rollout_worker.engine.follower_process")
+    command: Sequence[str] = (sys.executable, "-m", "rollout_worker.launch.follower")
     """Program that runs the part of an engine for which it reads vLLM's engine arguments from stdin."""
     _process: subprocess.Popen[bytes] | None = None
     _member: GroupMember | None = None
@@ -166,3 +167,18 @@ class Follower:
         if time.monotonic() - self._answered_at >= GROUP_INTERVAL_S and (self._process or not self._answered_at):
             self.store.renew_member(self.rank, self._member)
             self._answered_at = time.monotonic()
+
+
+def _run_part_of_engine() -> int:
+    """Run vLLM's worker processes, as ``vllm serve --headless`` does, and return the exit code."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    settings = json.load(sys.stdin)
+    config = engine_args(settings).create_engine_config(headless=True)
+    executor = MultiprocExecutor(config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_run_part_of_engine())

@@ -32,7 +32,7 @@ from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
-from rollout_worker.job.weight_transport import DirectoryTransport
+from rollout_worker.job.weight_directories import WeightDirectories
 
 UID = "transport"
 HISTORY = HistoryKeys("default", "transport")
@@ -138,7 +138,7 @@ async def measure(url: str, pairs: int) -> list[dict[str, Any]]:
         max_running=BATCH,
         checkpoint_tokens=JOB.spec.engine.checkpoint_tokens,
         sampling=JOB.spec.sampling,
-        transport=DirectoryTransport(model, model, []),
+        directories=WeightDirectories(model, model, []),
     )
     task = asyncio.ensure_future(worker.run())
     coordinator.start()

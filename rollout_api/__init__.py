@@ -69,7 +69,6 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.reward_stats import RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -81,7 +80,6 @@ __all__ = [
     "Close",
     "CodecError",
     "CoordinatorStatus",
-    "DeltaWeights",
     "DraftMode",
     "FieldError",
     "FinishReason",

@@ -22,14 +22,12 @@ from rollout_api.protocol.draft_sources import encode_draft_sources
 from rollout_api.protocol.messages import (
     MESSAGES,
     SCHEMA_VERSION,
-    Broadcast,
     Cancel,
     Close,
     CodecError,
-    DeltaFile,
     DraftMode,
     FinishReason,
-    JoinGroup,
+    InitWeightTransfer,
     Message,
     Partial,
     Pause,
@@ -41,10 +39,11 @@ from rollout_api.protocol.messages import (
     Rollout,
     RolloutRequest,
     RoutedExperts,
-    TensorSpec,
+    TransferStep,
     UpdateMode,
     WeightsKind,
     WeightSpan,
+    WeightTransfer,
     WeightUpdate,
     decode,
     encode,
@@ -90,7 +89,7 @@ TYPE_NAMES = {
     LISTS_OF_IDS: "packed lists of token ids",
     BYTES: "bytes",
 }
-NESTED_MODELS = ("WeightSpan", "RoutedExperts", "Sampling", "Broadcast", "TensorSpec", "DeltaFile")
+NESTED_MODELS = ("WeightSpan", "RoutedExperts", "Sampling", "WeightTransfer")
 WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
 EXAMPLE = RolloutRequest.model_validate(
     {
@@ -250,42 +249,22 @@ def messages() -> dict[str, Message]:
         ),
         "refusal": Refusal(request_id="demo-1", reason="a prompt of 5000 tokens exceeds engine.maxModelLen 4096"),
         "weights: full": WeightUpdate(weight_version=18, uri="/weights/step-18", sha256="0" * 64),
-        "weights: broadcast": WeightUpdate(
-            weight_version=20,
-            uri="nccl://10.0.0.7:29500",
-            broadcast=Broadcast(
-                group="a1b2",
-                ranks={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
-                world_size=5,
-                tensors=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[4096])],
-            ),
-        ),
-        "weights: differences": WeightUpdate(
-            weight_version=21,
-            uri="/weights/run-7/keyframe-00000020-1f2e3d4c-5b6a7988",
-            sha256="0" * 64,
-            deltas=[DeltaFile(weight_version=21, name="00000021-1f2e3d4c.delta", sha256="1" * 64)],
-        ),
         "weights: lora": WeightUpdate(
             weight_version=19, uri="/weights/lora-19", weights_kind=WeightsKind.LORA, mode=UpdateMode.KEEP
         ),
-        "weights: sent in a transfer group": WeightUpdate(
-            weight_version=21,
-            uri="nccl://10.0.0.7:29500",
-            broadcast=Broadcast(
-                group="c3d4",
-                ranks={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
-                world_size=5,
-                tensors=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[4096])],
-                packed_bytes=1 << 30,
-            ),
+        "weights: from memory": WeightUpdate(
+            weight_version=20,
+            uri="memory:0a1b2c3d",
+            transfer=WeightTransfer(group="c3d4", engines=["engine-0-6ecaac90", "engine-1-463c4e58"]),
         ),
-        "join": JoinGroup(
+        "transfer step": TransferStep(
+            step="update",
+            update_info={"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[4096]]},
+        ),
+        "init weight transfer": InitWeightTransfer(
             group="c3d4",
-            uri="nccl://10.0.0.7:29500",
-            members={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
-            world_size=5,
-            packed_bytes=1 << 30,
+            engines={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
+            init_info={"master_address": "10.0.0.7", "master_port": 29500, "rank_offset": 1, "world_size": 5},
         ),
         "cancel": Cancel(request_ids=["demo-1", "demo-2"]),
         "rewards": Rewards(rewards={"6f1c2e9a/demo-1/0/0": 1.0, "6f1c2e9a/demo-1/1/0": -0.5}),
@@ -437,7 +416,8 @@ def _type_name(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_type_name(schema['items'], defs)}"
     if schema.get("type") == "object":
-        return f"map of text to {_type_name(schema['additionalProperties'], defs)}"
+        values = schema["additionalProperties"]
+        return "map" if values is True else f"map of text to {_type_name(values, defs)}"
     kind = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}[schema["type"]]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[name]}" for name, sign in signs.items() if name in schema]

@@ -65,9 +65,6 @@ def test_the_list_of_further_measurements_repeats_the_results() -> None:
     drafter = performance_docs.figures("hot-path-rg")
     times = [drafter[f"critical path, p50, batch {batch}, das-rollout, threads 1"] / 1000 for batch in (64, 256)]
     assert f"{times[0]:.2f} and {times[1]:.2f} ms" in page
-    deltas = performance_docs.figures("weight-deltas")
-    shares = [value for name, value in deltas.items() if name.startswith("bytes,") and "0.0002" not in name]
-    assert f"{min(shares):.2f} to {max(shares):.1f} % of all weights" in page
     server = performance_docs.figures("front-door")
     ratios = [value for name, value in server.items() if name.startswith("end to end")]
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in page

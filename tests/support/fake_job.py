@@ -27,7 +27,7 @@ from rollout_api import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.length_entries import pack_entry, pack_recent
-from rollout_api.protocol.messages import JoinGroup, Message
+from rollout_api.protocol.messages import InitWeightTransfer, Message
 from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness weight-deltas",
+            "capabilities": "kept-results streamed-tokens pause staleness",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -199,10 +199,7 @@ class FakeJob:
         failed: dict[int, str] | None = None,
         draining: bool = False,
         paused: str = "",
-        broadcast: str = "",
-        group: str = "",
-        group_error: str = "",
-        deltas: bool = True,
+        **fields: object,
     ) -> None:
         """Write an engine's report and its lease."""
         report = {
@@ -211,10 +208,7 @@ class FakeJob:
             "draining": draining,
             "paused": paused,
             "ranks": 1,
-            "broadcast": broadcast,
-            "group": group,
-            "group_error": group_error,
-            "deltas": deltas,
+            **fields,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
@@ -230,7 +224,7 @@ class FakeJob:
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.adopt_update(message, entry)
-            if isinstance(message, JoinGroup):
+            if isinstance(message, InitWeightTransfer):
                 self.redis.hset(self.keys.weights, "group", encode(message))
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, Pause | Resume):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "1da5839169a2b7acb8208bfbfac1dcb6b6ce18370ffda608e791605eab2d656e",
+    "rolloutjobs.das.rollout.dev": "0811c92d3fabcbb740a0b721e7b0858c7394a8a9b5058ad40cae1966dbfb1872",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rollout_api.protocol.messages import FinishReason
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
-from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.pause_updater import PauseUpdater
 from rollout_worker.job.engine_worker.running import RunningRollouts
@@ -15,7 +14,7 @@ from rollout_worker.job.limits import INBOX_READ_TIMEOUT_S, ORDERS_PER_READ
 
 
 class InboxReader:
-    """Reads the coordinator's orders and passes them on."""
+    """Reads the coordinator's orders and gives them to the engine's other parts."""
 
     def __init__(
         self,
@@ -24,11 +23,10 @@ class InboxReader:
         running: RunningRollouts,
         executor: RolloutExecutor,
         weights: WeightUpdater,
-        groups: GroupJoiner,
         pause: PauseUpdater,
     ) -> None:
         self._job_store, self._lease, self._running = job_store, lease, running
-        self._executor, self._weights, self._groups, self._pause = executor, weights, groups, pause
+        self._executor, self._weights, self._pause = executor, weights, pause
 
     async def run(self) -> None:
         """Execute orders until cancelled."""
@@ -59,12 +57,8 @@ class InboxReader:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
             self._weights.request_update()
-        elif order.kind is OrderKind.SEND_WEIGHTS:
-            self._weights.request_passing(order.target, order.weight_version)
-        elif order.kind is OrderKind.KEEP_WEIGHTS:
-            await self._weights.report_missing_source(order.weight_version)
-        elif order.kind is OrderKind.JOIN_GROUP:
-            self._groups.request_update()
+        elif order.kind is OrderKind.INIT_TRANSFER:
+            self._weights.request_join()
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
         await retry_async(self._job_store.assignments.acknowledge, self._lease.engine_id, order.order_id)

@@ -8,12 +8,13 @@ from typing import Any
 
 import redis.asyncio
 
-from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     Capability,
-    JoinGroup,
+    InitWeightTransfer,
     PauseMode,
+    TransferStep,
     WeightsKind,
     WeightUpdate,
     decode,
@@ -117,12 +118,20 @@ class JobRecord:
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return [update for update in updates if isinstance(update, WeightUpdate)]
 
-    async def set_transfer_group(self, group: JoinGroup) -> None:
-        """Store the transfer group that engines should have joined."""
+    async def set_transfer_group(self, group: InitWeightTransfer) -> None:
+        """Store the trainer's group that engines should have joined."""
         await self._client.hset(self._keys.weights, "group", encode(group))
 
-    async def transfer_group(self) -> JoinGroup | None:
-        """Return the transfer group that engines should have joined; None if there is none."""
+    async def transfer_group(self) -> InitWeightTransfer | None:
+        """Return the trainer's group that engines should have joined; None if there is none."""
         stored: Any = await self._client.hget(self._keys.weights, "group")
         group = None if stored is None else decode(stored)
-        return group if isinstance(group, JoinGroup) else None
+        return group if isinstance(group, InitWeightTransfer) else None
+
+    async def transfer_steps(self, weights: str, cursor: str, *, timeout_s: float) -> tuple[list[TransferStep], str]:
+        """Return the next steps of a transfer of weights, and the new cursor; wait up to *timeout_s* for the first."""
+        streams: Any = {self._keys.transfer_steps(weights): cursor}
+        replies: Any = await self._client.xread(streams, block=max(1, int(timeout_s * 1000)))
+        entries = [(as_text(entry_id), fields) for _, found in replies for entry_id, fields in found]
+        steps = [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
+        return [step for step in steps if isinstance(step, TransferStep)], entries[-1][0] if entries else cursor

@@ -14,8 +14,7 @@ from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
 from rollout_worker.job.job_store.timeline import TimelineStore
-from rollout_worker.job.job_store.weight_checksums import WeightChecksumStore
-from rollout_worker.job.job_store.weight_offers import WeightOfferStore
+from rollout_worker.job.job_store.weight_checksums import SharedChecksums
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
 
@@ -32,8 +31,7 @@ class JobStore:
         self.timeline = TimelineStore(client, keys)
         self.assignments = AssignmentStore(client, keys)
         self.engines = EngineRegistry(client, keys)
-        self.weight_checksums = WeightChecksumStore(client, keys)
-        self.weight_offers = WeightOfferStore(client, keys)
+        self.weight_checksums = SharedChecksums(client, keys)
         self._client = client
 
     @classmethod

@@ -255,7 +255,7 @@ def messages() -> dict[str, Message]:
         "weights: from memory": WeightUpdate(
             weight_version=20,
             uri="memory:0a1b2c3d",
-            transfer=WeightTransfer(group="c3d4", engines=["engine-0-6ecaac90", "engine-1-463c4e58"]),
+            transfer=WeightTransfer(group="c3d4", engines=["engine-0-6ecaac90", "engine-1-463c4e58"], base=18),
         ),
         "transfer step": TransferStep(
             step="update",

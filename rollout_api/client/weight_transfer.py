@@ -141,7 +141,13 @@ class WeightTransfer:
         group = await self._check_group()
         version = await self._publisher.newest() + 1 if version is None else version
         before = await self._publisher.engines_before(version)
-        transfer = Transfer(group=group.group, engines=sorted(group.engines), update_info=update_info)
+        current = await self._publisher.current()
+        transfer = Transfer(
+            group=group.group,
+            engines=sorted(group.engines),
+            base=0 if current is None else current.weight_version,
+            update_info=update_info,
+        )
         update = WeightUpdate(
             weight_version=version, uri=f"memory:{secrets.token_hex(8)}", mode=mode, transfer=transfer
         )

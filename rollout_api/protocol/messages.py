@@ -571,6 +571,9 @@ class WeightTransfer(_Message):
 
     group: str = Field(min_length=1, description="Id of the trainer's group, which the engines have joined.")
     engines: list[str] = Field(min_length=1, description="Ids of the engines that take part.")
+    base: int = Field(
+        ge=0, description="Version of the full weights that were published before, to which differences apply."
+    )
     update_info: dict[str, Any] | None = Field(
         default=None,
         description="Names, dtype_names and shapes of the tensors, as in vLLM's update_info, if they are known "

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 GLOO = "gloo"
 """Name of this backend among those of vLLM's weight transfer."""
@@ -62,48 +62,8 @@ class GlooGroup:
         self._group = self._store = None
 
 
-class WeightSyncClient(Protocol):
-    """What a sender calls; the same as vLLM's ``VLLMWeightSyncClient``."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the engines join the sender's group."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Let the engines get ready for new weights."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the engines receive the described tensors, and return when they have."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let the engines serve the weights that they have received."""
-        ...
-
-
-class TensorMeta(Protocol):
-    """Name, data type and shape of a tensor that a source yields."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-
-
-class WeightSource(Protocol):
-    """Tensors that can be read several times; the same as vLLM's ``WeightSource``."""
-
-    def metadata(self) -> list[Any]:
-        """Describe the tensors, in their order."""
-        ...
-
-    def __iter__(self) -> Any:
-        """Yield the name and the value of each tensor."""
-        ...
-
-
-def update_info(tensors: Iterable[TensorMeta]) -> dict[str, Any]:
-    """Return vLLM's ``update_info`` for tensors that are all sent at once."""
+def update_info(tensors: Iterable[Any]) -> dict[str, Any]:
+    """Return vLLM's ``update_info`` for tensors that are sent at once, each described as by vLLM's ``ParamMeta``."""
     listed = list(tensors)
     return {
         "names": [one.name for one in listed],
@@ -124,15 +84,19 @@ class GlooTrainerInitInfo:
 
 
 class GlooTrainer:
-    """The trainer's side of a transfer; see vLLM's ``NCCLTrainerWeightTransferEngine``."""
+    """The trainer's side of a transfer; see vLLM's ``NCCLTrainerWeightTransferEngine``.
 
-    def __init__(self, group: GlooGroup, client: WeightSyncClient, source: WeightSource) -> None:
+    Args:
+        group: the group with the engines.
+        client: lets the engines take part; see vLLM's ``VLLMWeightSyncClient``.
+        source: the tensors; see vLLM's ``WeightSource``.
+    """
+
+    def __init__(self, group: GlooGroup, client: Any, source: Any) -> None:
         self._group, self._client, self._source = group, client, source
 
     @classmethod
-    def trainer_init(
-        cls, init_info: GlooTrainerInitInfo, *, client: WeightSyncClient, source: WeightSource
-    ) -> GlooTrainer:
+    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any) -> GlooTrainer:
         """Form a group with the engines.
 
         Raises:

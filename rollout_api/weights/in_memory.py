@@ -7,28 +7,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.ports import free_port
-from rollout_api.weights.gloo import GLOO, GlooTrainer, GlooTrainerInitInfo, WeightSyncClient, update_info
+from rollout_api.weights.gloo import GLOO, GlooTrainer, GlooTrainerInitInfo, update_info
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
 """Names and torch tensors, or a function that returns them anew for each publication."""
 _START, _FAILED = "start", "failed: "
 """What the process that publishes tells the trainer's other processes; the last is followed by a reason."""
-
-
-class Sender(Protocol):
-    """The trainer's side of a transfer of weights, as vLLM defines it (``TrainerWeightTransferEngine``)."""
-
-    def send_weights(self) -> None:
-        """Send all weights, and return when the engines serve them."""
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,8 @@ class TensorsInMemory:
         device: Any = None,
     ) -> None:
         self._host, self._port, self._trainers, self._target = host, port, trainers, device
-        self._sender: Sender | None = None
+        self._sender: Any = None
+        """A ``TrainerWeightTransferEngine`` of vLLM or the like; None without a group."""
         self._client = _CurrentClient()
         self._remaining: Iterator[tuple[str, Any]] = iter(())
         """Tensors that the sender has not read yet, which other processes still gather with this one."""
@@ -126,11 +115,11 @@ class TensorsInMemory:
         for source, tensor in self._read():
             yield from self._split(source, _whole(tensor).to(self._device))
 
-    def connect(self, client: WeightSyncClient, world_size: int) -> None:
+    def connect(self, client: Any, world_size: int) -> None:
         """Form a group with the engines; the earlier one is left.
 
         Args:
-            client: lets the engines join.
+            client: lets the engines join; see vLLM's ``VLLMWeightSyncClient``.
             world_size: number of the engines' processes, and one.
 
         Raises:
@@ -159,7 +148,7 @@ class TensorsInMemory:
         if sender is not None:
             sender.shutdown()
 
-    def send(self, client: WeightSyncClient) -> None:
+    def send(self, client: Any) -> None:
         """Send the tensors to the engines, which :meth:`connect` has connected, and return when these serve them.
 
         Args:
@@ -236,7 +225,7 @@ class TensorsInMemory:
 class _CurrentClient:
     """Forwards a sender's calls, so that it can outlive the client with which it was created."""
 
-    target: WeightSyncClient
+    target: Any
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.target.init_weight_transfer_engine(init_info)

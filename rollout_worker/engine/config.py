@@ -72,6 +72,11 @@ class EngineConfig:
     engines that receive the same prompts at the same time would sample the same responses."""
 
     @property
+    def sends_differences(self) -> bool:
+        """Whether a trainer sends only what has changed in the weights."""
+        return self.weight_transfer == "sparse_nccl"
+
+    @property
     def returns_routed_experts(self) -> bool:
         """Whether vLLM returns the experts to which each token was routed."""
         return bool((self.spec.extra_args | self.overrides).get("enable_return_routed_experts"))

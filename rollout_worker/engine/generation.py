@@ -329,7 +329,6 @@ class ResponseGenerator:
         """Record that vLLM has a call, and abort it once *stop_event* is set."""
         self._running[call_id] = prefix_tokens
         self._idle.clear()
-        self._weight_versions.open(call_id)
         aborting = None if stop_event is None else asyncio.ensure_future(self._abort_when_set(stop_event, call_id))
         try:
             yield
@@ -341,7 +340,6 @@ class ResponseGenerator:
             del self._running[call_id]
             if not self._running:
                 self._idle.set()
-            self._weight_versions.close(call_id)
             if aborting is not None and stop_event is not None and not stop_event.is_set():
                 aborting.cancel()
 

@@ -93,7 +93,7 @@ class WeightLoader:
     async def _load_transferred(
         self, updates: Updates, version: int, mode: UpdateMode, update_info: dict[str, Any] | None
     ) -> float:
-        is_partial = self._config.weight_transfer == "sparse_nccl"
+        is_partial = self._config.sends_differences
         try:
             check = await asyncio.to_thread(CheckpointCheck, self._config.model, is_partial=is_partial)
             if update_info is not None:

@@ -205,26 +205,6 @@ def test_preempted_responses_end_before_drained_weights_are_loaded(
     small_cache_engine.loop.run(small_cache_engine.engine.load_weights(tied_models[0], 0))
 
 
-def test_weight_spans_are_correct_without_vllms_labels(
-    engine: EngineHarness,
-    reference: ReferenceDistribution,
-    other: Path,
-    other_reference: ReferenceDistribution,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine.engine.weight_versions, "uses_labels", False)
-    for result in engine.loop.run(update_while_running(engine, other, UpdateMode.RECOMPUTE, 4)).results:
-        old, new = result.weight_spans
-        assert (0, NEW_VERSION) == (old.weight_version, new.weight_version)
-        assert result.logprobs is not None
-        by_old, by_new = (
-            distribution.errors(LONG_PROMPT, result.token_ids, result.logprobs, LONG)
-            for distribution in (reference, other_reference)
-        )
-        assert by_old[: new.start].max() < MAX_LOGPROB_ERROR
-        assert by_new[new.start :].max() < MAX_LOGPROB_ERROR
-
-
 def truncate_file(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

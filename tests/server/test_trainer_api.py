@@ -132,7 +132,7 @@ def test_a_trainer_forms_a_group_at_one_server_and_sends_weights_through_another
         wait_for(lambda: bool(job.control_messages()))
         [update] = job.control_messages()
         assert isinstance(update, WeightUpdate)
-        assert WeightTransfer(group=group.group, engines=["a", "b"]) == update.transfer
+        assert WeightTransfer(group=group.group, engines=["a", "b"], base=len(updates)) == update.transfer
         updates.append(update)
         job.serve_once()
         report_engines(job, transfer_group=group.group, receiving=update.uri, received=0)

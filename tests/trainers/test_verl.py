@@ -245,7 +245,7 @@ def test_verl_publishes_weights_to_the_job_as_files(
     assert (directory / "config.json").is_file()
 
 
-def publish(job: UpdatingJob, *steps: int, **options: Any) -> None:
+def send(job: UpdatingJob, *steps: int, **options: Any) -> None:
     """Publish weights as a trainer does after each of *steps*."""
     engine = JobCheckpointEngine(100, True, job=job.name, **options)
     for step in steps:
@@ -258,8 +258,8 @@ def test_a_trainer_that_returns_to_a_checkpoint_sends_later_versions(
     monkeypatch.setenv(REDIS_URL_VARIABLE, redis_server)
     receiving = ReceivingJob(redis_server, uid=(uid := uuid4().hex), name=f"default/{uid}", num_failures=1)
     with receiving.serving():
-        publish(receiving, 0, 1)  # the first transfer fails, and is repeated as the next version
-        publish(receiving, 1)
+        send(receiving, 0, 1)  # the first transfer fails, and is repeated as the next version
+        send(receiving, 1)
     assert [1, 2, 3, 4] == [update.weight_version for update in receiving.updates]
     assert [0.0, 1.0, 1.0] == [received["one"].mean().item() for received in receiving.weights]
 
@@ -269,7 +269,7 @@ def test_verl_writes_files_if_the_job_takes_no_weights_from_memory(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     with another_job.serving():
-        publish(another_job, 0, 1, weights=str(tmp_path / "weights"), model=str(tmp_path))
+        send(another_job, 0, 1, weights=str(tmp_path / "weights"), model=str(tmp_path))
     assert ["version-000001", "version-000002"] == published(tmp_path / "weights")
     assert [None, None] == [update.transfer for update in another_job.updates]
     assert 1 == caplog.text.count("through files in")
@@ -280,7 +280,7 @@ def test_verl_without_a_way_to_the_engines_is_an_error_that_names_both(another_j
         r"From memory: spec\.weights\.transfer .* Through files: no directory is set.*engine_kwargs\.das\.weights"
     )
     with another_job.serving(), pytest.raises(WeightsError, match=expected):
-        publish(another_job, 0)
+        send(another_job, 0)
     assert [] == another_job.updates
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from rollout_api.protocol.messages import InitWeightTransfer, WeightsKind, WeightUpdate
+from rollout_api.protocol.messages import CodecError, InitWeightTransfer, TransferStep, WeightsKind, WeightUpdate
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
@@ -200,6 +200,11 @@ class WeightUpdater:
             raise UnusableWeightsError(
                 f"the engine is no member of the trainer's group{report.transfer_error and ': '}{report.transfer_error}"
             )
+        if self._engine.config.sends_differences and transfer.base != self._engine.full_weight_version:
+            raise UnusableWeightsError(
+                f"the trainer sends differences to weight version {transfer.base}, which the engine does not have; "
+                "publish all weights from a directory"
+            )
         return lambda engine: engine.load_transferred(self._receive(update), version, update.mode, transfer.update_info)
 
     async def _receive(self, update: WeightUpdate) -> AsyncIterator[dict[str, Any]]:
@@ -208,36 +213,37 @@ class WeightUpdater:
         Raises:
             EngineError: if the trainer aborts the transfer, or does not continue it.
         """
-        report, job = self._lease.report, self._job_store.job
-        report.receiving, report.received, cursor = update.identity, 0, "0"
-        await self._lease.renew()
-        deadline = time.monotonic() + TRANSFER_START_TIMEOUT_S
+        report, cursor, timeout_s = self._lease.report, "0", TRANSFER_START_TIMEOUT_S
+        report.receiving, report.received = update.identity, 0
         while True:
-            read = partial(job.transfer_steps, update.identity, cursor, timeout_s=MAX_BLOCKING_READ_S)
-            steps, cursor = await retry_async(read)
-            for step in steps:
-                if step.step == "abort":
-                    raise EngineError(f"the trainer has aborted the transfer: {step.reason}")
-                if step.step == "finish":
-                    return
-                self._is_sending = True
-                yield step.update_info or {}
-                report.received += 1
-                await self._lease.renew()
-                deadline = time.monotonic() + TRANSFER_IDLE_TIMEOUT_S
-            if not steps:
-                await self._check_current(update)
-                if time.monotonic() > deadline:
-                    raise EngineError("the trainer does not continue the transfer")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._lease.renew()
+                    step, cursor = await self._next_step(update, cursor)
+            except TimeoutError:
+                raise EngineError("the trainer does not continue the transfer") from None
+            except CodecError as error:
+                raise EngineError(f"what the trainer announces cannot be decoded: {error}") from error
+            if step.step == "abort":
+                raise EngineError(f"the trainer has aborted the transfer: {step.reason}")
+            if step.step == "finish":
+                return
+            self._is_sending = True
+            yield step.update_info or {}
+            report.received, timeout_s = report.received + 1, TRANSFER_IDLE_TIMEOUT_S
 
-    async def _check_current(self, update: WeightUpdate) -> None:
-        """Check that a trainer has not begun anew.
+    async def _next_step(self, update: WeightUpdate, cursor: str) -> tuple[TransferStep, str]:
+        """Return the trainer's next step and its cursor.
 
         Raises:
-            EngineError: if it has.
+            EngineError: if the trainer has begun anew.
         """
-        updates = await retry_async(self._job_store.job.weights)
-        group = await retry_async(self._job_store.job.transfer_group)
-        is_current = any(one.identity == update.identity for one in updates)
-        if not is_current or (update.transfer and group and group.group != update.transfer.group):
-            raise EngineError("the trainer has begun another transfer")
+        job = self._job_store.job
+        while True:
+            read = partial(job.transfer_step, update.identity, cursor, timeout_s=MAX_BLOCKING_READ_S)
+            if (found := await retry_async(read)) is not None:
+                return found
+            updates, group = await retry_async(job.weights), await retry_async(job.transfer_group)
+            is_current = any(one.identity == update.identity for one in updates)
+            if not is_current or (update.transfer and group and group.group != update.transfer.group):
+                raise EngineError("the trainer has begun another transfer")

@@ -12,6 +12,7 @@ from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     Capability,
+    CodecError,
     InitWeightTransfer,
     PauseMode,
     TransferStep,
@@ -128,10 +129,18 @@ class JobRecord:
         group = None if stored is None else decode(stored)
         return group if isinstance(group, InitWeightTransfer) else None
 
-    async def transfer_steps(self, weights: str, cursor: str, *, timeout_s: float) -> tuple[list[TransferStep], str]:
-        """Return the next steps of a transfer of weights, and the new cursor; wait up to *timeout_s* for the first."""
+    async def transfer_step(self, weights: str, cursor: str, *, timeout_s: float) -> tuple[TransferStep, str] | None:
+        """Return the next step of a transfer of weights, and its cursor; None if there is none within *timeout_s*.
+
+        Raises:
+            CodecError: it is no such step.
+        """
         streams: Any = {self._keys.transfer_steps(weights): cursor}
-        replies: Any = await self._client.xread(streams, block=max(1, int(timeout_s * 1000)))
-        entries = [(as_text(entry_id), fields) for _, found in replies for entry_id, fields in found]
-        steps = [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
-        return [step for step in steps if isinstance(step, TransferStep)], entries[-1][0] if entries else cursor
+        replies: Any = await self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+        for _, entries in replies:
+            [(entry_id, fields)] = entries
+            step = decode(fields.get(MESSAGE_FIELD.encode(), b""))
+            if not isinstance(step, TransferStep):
+                raise CodecError(f"{step.kind} in place of a step")
+            return step, as_text(entry_id)
+        return None

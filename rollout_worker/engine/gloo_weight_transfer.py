@@ -56,7 +56,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
                 continue
             block = torch.empty(total, dtype=torch.uint8)
             self.model_update_group.broadcast(block, src=0)
-            pieces = block.split(sizes[start : number + 1])
+            pieces = torch.split(block, sizes[start : number + 1])
             for (name, dtype, shape), piece in zip(tensors[start : number + 1], pieces, strict=True):
                 yield name, piece.clone().view(dtype).view(shape)  # a block does not align its tensors
             start, total = number + 1, 0

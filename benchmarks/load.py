@@ -56,7 +56,7 @@ from rollout_worker.history.records import START
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.job.weight_transport import DirectoryTransport
+from rollout_worker.job.weight_directories import WeightDirectories
 from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.redis_servers import Server
@@ -188,7 +188,7 @@ def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
                 max_running=setup.job.spec.engine.max_num_seqs,
                 checkpoint_tokens=setup.job.spec.engine.checkpoint_tokens,
                 sampling=setup.job.spec.sampling,
-                transport=DirectoryTransport(Path("/model"), Path("/model"), []),
+                directories=WeightDirectories(Path("/model"), Path("/model"), []),
             )
             for name in names
         ]

@@ -66,7 +66,6 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.reward_stats import RewardStats
 from rollout_api.step_metrics import RolloutSummary, step_metrics
-from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -77,7 +76,6 @@ __all__ = [
     "Close",
     "CodecError",
     "CoordinatorStatus",
-    "DeltaWeights",
     "DraftMode",
     "FieldError",
     "FinishReason",

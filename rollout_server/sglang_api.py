@@ -29,7 +29,7 @@ from rollout_api.protocol.messages import FinishReason, Partial, Rollout, Weight
 from rollout_server.access import LimitError, current_model_tokens
 from rollout_server.engine_core import http_error, http_errors
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
-from rollout_server.weight_publishing import publish_directory
+from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
 _ENDS = {
     FinishReason.STOP: "stop",
@@ -212,8 +212,11 @@ class SglangApi:
             message = f"weight_version: {version!r} is not a number; pass a number or omit it"
             return JSONResponse({"success": False, "message": message}, HTTPStatus.BAD_REQUEST)
         try:
-            published = await publish_directory(
-                self._client.publisher, body.model_path, WeightsKind.FULL, None if version is None else int(version)
+            published = await self._client.publisher.publish_next(
+                body.model_path,
+                kind=WeightsKind.FULL,
+                version=None if version is None else int(version),
+                timeout=PUBLISH_TIMEOUT_S,
             )
         except (InvalidRequestError, WeightsError) as error:
             return JSONResponse({"success": False, "message": str(error)}, HTTPStatus.BAD_REQUEST)

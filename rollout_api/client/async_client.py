@@ -34,7 +34,8 @@ from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, 
 from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
 from rollout_api.client.results import Results
 from rollout_api.client.step import AsyncStep, OnProgress, StepContext
-from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights, WeightPublisher
+from rollout_api.client.weight_publisher import Checksum, PublishedWeights, WeightPublisher
+from rollout_api.client.weight_transfer import WeightTransfer
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
@@ -56,8 +57,7 @@ from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
-from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
+from rollout_api.weights.in_memory import TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
@@ -70,6 +70,7 @@ class _Session:
     keys: MessageKeys
     sender: RequestSender
     publisher: WeightPublisher
+    transfer: WeightTransfer
     pauser: JobPauser
     steps: StepContext
     monitoring: asyncio.Task[None]
@@ -105,7 +106,6 @@ class AsyncRolloutClient(JobConnection):
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
         self._session: _Session | None = None
-        self._tensors: TensorsInMemory | None = None
         """What was published from memory last."""
 
     # Connection.
@@ -171,10 +171,12 @@ class AsyncRolloutClient(JobConnection):
         results.observe(None, ending)
         monitor = JobMonitor(redis, job, self._job_name, results)
         await results.open()
+        publisher = WeightPublisher(redis, keys, sender, policy)
         return _Session(
             keys=keys,
             sender=sender,
-            publisher=WeightPublisher(redis, keys, sender, policy, job),
+            publisher=publisher,
+            transfer=WeightTransfer(redis, keys, sender, policy, publisher),
             pauser=JobPauser(redis, job, sender, policy),
             steps=StepContext(self.name, job, monitor, results, leftovers),
             monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
@@ -367,7 +369,7 @@ class AsyncRolloutClient(JobConnection):
     async def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights | DeltaWeights,
+        weights: str | Path | TensorsInMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -380,12 +382,11 @@ class AsyncRolloutClient(JobConnection):
         Args:
             version: number of the weights, larger than that of all earlier ones.
             weights: directory of the weights (safetensors), as the job sees it; ``spec.weights`` says which directories
-                are allowed. Or a :class:`~rollout_api.weights.in_memory.ModelInMemory`, which is broadcast to the
-                current engines, or :class:`~rollout_api.weights.delta_weights.DeltaWeights`, which are published as
-                differences to the previous version.
+                are allowed. Or a :class:`~rollout_api.weights.in_memory.ModelInMemory`, which is sent to the current
+                engines through vLLM's weight transfer.
             kind: ``full``, or ``lora`` for an adapter.
             mode: what happens to running rollouts; see :class:`~rollout_api.protocol.messages.UpdateMode`.
-            sha256: ``compute`` to compute the checksum here and have the job verify it (see
+            sha256: for a directory, ``compute`` to compute the checksum here and have the job verify it (see
                 :func:`rollout_api.weights.checksum.checksum`), the checksum in hex if it is known, or None to have
                 the engines load what they find.
             wait: whether to wait until every engine serves the weights or has failed to load them.
@@ -396,72 +397,98 @@ class AsyncRolloutClient(JobConnection):
             WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
         """
         try:
-            publisher = self._connected.publisher
+            session = self._connected
             parsed_kind, parsed_mode = parse_choice(WeightsKind, kind, "kind"), parse_choice(UpdateMode, mode, "mode")
+            if not isinstance(weights, str | Path) and (parsed_kind is not WeightsKind.FULL or not wait):
+                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
         except RolloutClientError as error:
             if not isinstance(weights, str | Path):  # the trainer's other processes may be waiting for it
                 await asyncio.to_thread(weights.abort, str(error))
             raise
-        return await publisher.publish(
-            version,
-            weights,
-            kind=parsed_kind,
-            mode=parsed_mode,
-            sha256=sha256,
-            wait=wait,
-            timeout=timeout,
+        if not isinstance(weights, str | Path):
+            return await session.transfer.publish(version, weights, mode=parsed_mode, timeout=timeout)
+        return await session.publisher.publish(
+            version, str(weights), kind=parsed_kind, mode=parsed_mode, sha256=sha256, wait=wait, timeout=timeout
         )
 
-    async def publish_tensors(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        *,
-        host: str | None = None,
-        port: int = 0,
-        trainers: Any = None,
-        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
-        timeout: float = 600.0,
-    ) -> PublishedWeights:
-        """Broadcast tensors from this process to the current engines, and make the job sample with them from now on.
-
-        If they are sharded, the trainer's other processes call :meth:`TensorsInMemory.take_part` meanwhile.
-
-        Args:
-            version: number of the weights, larger than that of all earlier ones.
-            tensors: all tensors of the model; see :class:`~rollout_api.weights.in_memory.TensorsInMemory`, also for
-                *host*, *port* and *trainers*. The last three are those of the first call.
-            host: address of this machine that the engines can reach. Default: that of its default route.
-            port: port on which this process listens for engines that join; 0 chooses a free one.
-            trainers: process group of the processes that hold shards.
-            mode: what happens to running rollouts: ``recompute`` or ``keep``; see
-                :class:`~rollout_api.protocol.messages.UpdateMode`.
-            timeout: seconds to wait until every engine serves the weights or has failed to load them.
-
-        Raises:
-            InvalidRequestError: an argument cannot be used; nothing was sent.
-            WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
-        """
-        if self._tensors is None:
-            self._tensors = TensorsInMemory(tensors, host=host, port=port, trainers=trainers)
-        else:
-            self._tensors.replace(tensors)
-        return await self.publish_weights(version, self._tensors, mode=mode, timeout=timeout)
-
-    async def broadcast_backend(self, *, timeout: float = 600.0) -> str:
-        """Return how the engines receive weights from a trainer's memory, once the job has an engine.
+    async def transfer_backend(self, *, timeout: float = 600.0) -> str:
+        """Return vLLM's backend with which the engines receive weights from memory, once the job has an engine.
 
         Args:
             timeout: seconds to wait for an engine.
 
         Returns:
-            ``nccl``, ``gloo``, or an empty string if weights must be published from a directory, because
-            ``spec.weights.broadcast`` of the job is false.
+            ``nccl``, ``sparse_nccl``, ``ipc`` or ``gloo``, or an empty string if weights must be published from a
+            directory, because ``spec.weights.transfer`` of the job is none.
 
         Raises:
             WeightsError: the job had no engine for longer.
         """
-        return await self._connected.publisher.broadcast_backend(timeout)
+        return await self._connected.transfer.backend(timeout)
+
+    async def get_world_size(self, *, timeout: float = 600.0) -> int:
+        """Return the number of worker processes of all engines, once there is one.
+
+        With this method and the four below, which have vLLM's names and arguments, a trainer lets the engines receive
+        weights as vLLM's own server does. :class:`~rollout_api.RolloutClient` therefore is a client for vLLM's trainer
+        engines, for example ``WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=…)``.
+
+        Args:
+            timeout: seconds to wait for an engine.
+
+        Raises:
+            WeightsError: the job had no engine for longer.
+        """
+        return await self._connected.transfer.world_size(timeout)
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """Let the engines join the group of a trainer that listens already, and wait until they have.
+
+        Raises:
+            InvalidRequestError: the job's engines cannot form such a group.
+            WeightsError: some engine has not joined; it says why.
+        """
+        await self._connected.transfer.init(init_info, timeout=timeout)
+
+    async def start_weight_update(
+        self, version: int | None = None, *, mode: UpdateMode | str = UpdateMode.RECOMPUTE, timeout: float = 600.0
+    ) -> None:
+        """Begin to publish weights, and return when all engines of the group are ready to receive them.
+
+        Args:
+            version: weight version; None for the one after the newest.
+            mode: what happens to running rollouts; see :class:`~rollout_api.protocol.messages.UpdateMode`.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: the engines have joined no group, or it has lost a member; or the version cannot be
+                used.
+            WeightsError: some engine cannot receive the weights; it says why.
+        """
+        parsed = parse_choice(UpdateMode, mode, "mode")
+        await self._connected.transfer.start(version, mode=parsed, timeout=timeout)
+
+    async def update_weights(self, update_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """Let the engines receive a part of the weights, or all of them, and return when they have.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: some engine has not received the weights; it says why, and all keep their old ones.
+        """
+        await self._connected.transfer.update(update_info, timeout=timeout)
+
+    async def finish_weight_update(self, weight_version: str | None = None, *, timeout: float = 600.0) -> None:
+        """Make the job sample with the weights that the engines have received.
+
+        Args:
+            weight_version: without effect; the version is that of :meth:`start_weight_update`.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: some engine could not load the weights; it says why.
+        """
+        (await self._connected.transfer.finish(timeout=timeout)).raise_if_failed()
 
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """Pause sampling on all engines of the job, until it is resumed or closed. Requests can be sent meanwhile.

@@ -110,7 +110,7 @@ class RequestClient(JobConnection):
         except BaseException:
             await self._redis.aclose()
             raise
-        publisher = WeightPublisher(self._redis, keys, sender, self._policy, job)
+        publisher = WeightPublisher(self._redis, keys, sender, self._policy)
         monitor = JobMonitor(self._redis, job, self._job_name, results)
         self._session = _Session(
             job=job,
@@ -119,7 +119,7 @@ class RequestClient(JobConnection):
             adapters=AdapterNames(self._redis, keys, self._policy),
             idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
             publisher=publisher,
-            transfer=WeightTransfer(self._redis, job, sender, self._policy, publisher),
+            transfer=WeightTransfer(self._redis, keys, sender, self._policy, publisher),
             pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
             monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
@@ -188,7 +188,7 @@ class RequestClient(JobConnection):
 
     @property
     def transfer(self) -> WeightTransfer:
-        """Receives weights from trainers that send them as to vLLM's own server.
+        """Lets the engines receive weights as vLLM's own server does.
 
         Raises:
             RolloutClientError: the client is not connected yet.

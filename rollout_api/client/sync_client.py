@@ -20,7 +20,7 @@ from rollout_api.client.job_info import JobInfo
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
-from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
+from rollout_api.client.weight_publisher import Checksum, PublishedWeights
 from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
@@ -28,8 +28,7 @@ from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
-from rollout_api.weights.in_memory import NamedTensors
+from rollout_api.weights.in_memory import TensorsInMemory
 
 _TAKE_LIMIT = 64
 """Rollouts that are handed from the event loop's thread to the caller's at once."""
@@ -371,7 +370,7 @@ class RolloutClient:
     def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights | DeltaWeights,
+        weights: str | Path | TensorsInMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -386,27 +385,31 @@ class RolloutClient:
             )
         )
 
-    def publish_tensors(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        *,
-        host: str | None = None,
-        port: int = 0,
-        trainers: Any = None,
-        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
-        timeout: float = 600.0,
-    ) -> PublishedWeights:
-        """See :meth:`AsyncRolloutClient.publish_tensors`."""
-        return self._loop.run(
-            self._client.publish_tensors(
-                version, tensors, host=host, port=port, trainers=trainers, mode=mode, timeout=timeout
-            )
-        )
+    def transfer_backend(self, *, timeout: float = 600.0) -> str:
+        """See :meth:`AsyncRolloutClient.transfer_backend`."""
+        return self._loop.run(self._client.transfer_backend(timeout=timeout))
 
-    def broadcast_backend(self, *, timeout: float = 600.0) -> str:
-        """See :meth:`AsyncRolloutClient.broadcast_backend`."""
-        return self._loop.run(self._client.broadcast_backend(timeout=timeout))
+    def get_world_size(self, *, timeout: float = 600.0) -> int:
+        """See :meth:`AsyncRolloutClient.get_world_size`."""
+        return self._loop.run(self._client.get_world_size(timeout=timeout))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.init_weight_transfer_engine`."""
+        self._loop.run(self._client.init_weight_transfer_engine(init_info, timeout=timeout))
+
+    def start_weight_update(
+        self, version: int | None = None, *, mode: UpdateMode | str = UpdateMode.RECOMPUTE, timeout: float = 600.0
+    ) -> None:
+        """See :meth:`AsyncRolloutClient.start_weight_update`."""
+        self._loop.run(self._client.start_weight_update(version, mode=mode, timeout=timeout))
+
+    def update_weights(self, update_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.update_weights`."""
+        self._loop.run(self._client.update_weights(update_info, timeout=timeout))
+
+    def finish_weight_update(self, weight_version: str | None = None, *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.finish_weight_update`."""
+        self._loop.run(self._client.finish_weight_update(weight_version, timeout=timeout))
 
     def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """See :meth:`AsyncRolloutClient.pause`."""

@@ -35,7 +35,7 @@ class JobRollouts:
             GRPOTrainer(rollout_func=rollouts, reward_funcs=rollouts.wrap_reward(reward), …).train()
 
     Before the rollouts of a step with new weights, the main process publishes the weights, and all processes wait until
-    the job serves them. The first optimizer step on a batch is therefore on-policy. The weights are broadcast from the
+    the job serves them. The first optimizer step on a batch is therefore on-policy. The weights are sent from the
     trainer's memory to the engines (NCCL on GPUs, gloo on CPUs). If that is not possible, they are written to
     *weights*, and a line in the log says why.
 
@@ -48,7 +48,7 @@ class JobRollouts:
 
     Args:
         client: connected client that only this process uses.
-        weights: directory for weights that cannot be broadcast, which the job sees under the same path
+        weights: directory for weights that cannot be sent, which the job sees under the same path
             (``spec.weights``); None if there is none.
         sampling: settings that override the trainer's arguments (temperature, top_p, top_k, min_p, repetition_penalty,
             max_completion_length).

@@ -72,6 +72,10 @@ class MessageKeys:
         """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
         return self._key("control")
 
+    def transfer_steps(self, weights: str) -> str:
+        """Stream with expiry, written by clients: the steps of a transfer of weights, by the identity of these."""
+        return self._key(f"transfer-steps:{weights}")
+
     def results(self, request_id: str) -> str:
         """Hash, written by the job: sample → rollout. It is kept until the client releases it, or expires."""
         return self._key(f"results:{request_id}")
@@ -212,7 +216,7 @@ class MessageKeys:
     @property
     def weights(self) -> str:
         """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
-        ``group`` → the last transfer group."""
+        ``group`` → the last group of a trainer."""
         return self._key("weights")
 
     @property
@@ -230,10 +234,6 @@ class MessageKeys:
         An assignment stays until its rollout is in the ledger.
         """
         return self._key(f"inbox:{engine}")
-
-    def weight_offer(self, engine: str) -> str:
-        """String with expiry, written by another engine: where *engine* can receive the weights that it has missed."""
-        return self._key(f"weight-offer:{engine}")
 
     def weight_checksum(self, files: str) -> str:
         """String with expiry, written by the first engine that reads published files: their checksum."""

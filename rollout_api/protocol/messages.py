@@ -546,47 +546,19 @@ class Refusal(_Message):
     reason: str = Field(description="Why the request was refused.")
 
 
-class TensorSpec(_Message):
-    """One tensor of a broadcast."""
+class WeightTransfer(_Message):
+    """Full weights that a trainer sends from its memory through vLLM's weight transfer."""
 
-    name: str = Field(description="Name of the parameter.")
-    dtype: str = Field(description="Name of the torch dtype, for example bfloat16.")
-    shape: list[int] = Field(description="Size of each dimension.")
-
-
-class Broadcast(_Message):
-    """Tensors that the trainer broadcasts from its memory, one after the other, as rank 0 of a process group."""
-
-    group: str = Field(min_length=1, description="Id of the process group. An engine joins a group once.")
-    ranks: dict[str, int] = Field(
-        min_length=1,
-        description="Engine id → rank of its first worker process. Its other processes have the following ranks.",
+    group: str = Field(min_length=1, description="Id of the trainer's group, which the engines have joined.")
+    engines: list[str] = Field(min_length=1, description="Ids of the engines that take part.")
+    base: int = Field(
+        ge=0, description="Version of the full weights that were published before, to which differences apply."
     )
-    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
-    tensors: list[TensorSpec] = Field(min_length=1, description="The tensors, in the order of the broadcasts.")
-    bucket_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="Largest number of bytes of successive tensors that are broadcast at once, each beginning at a "
-        "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is.",
-    )
-    packed_bytes: int | None = Field(
+    update_info: dict[str, Any] | None = Field(
         default=None,
-        ge=0,
-        description="The group is a transfer group, which the engines have joined before. Its tensors are sent in "
-        "vLLM's formats: successive ones at once, without gaps, up to the first with which they have more than this "
-        "many bytes; or 0: each tensor alone.",
+        description="Names, dtype_names and shapes of the tensors, as in vLLM's update_info, if they are known "
+        "beforehand. The engines check them before the trainer sends anything.",
     )
-
-
-class DeltaFile(_Message):
-    """A file with the difference between two successive versions of the weights."""
-
-    weight_version: int = Field(ge=1, description="Version of the weights after the difference was applied.")
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$", description="Name of the file in the keyframe's directory."
-    )
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the file, in hex.")
 
 
 class WeightUpdate(_Message):
@@ -599,10 +571,12 @@ class WeightUpdate(_Message):
     )
     uri: str = Field(
         min_length=1,
-        description="Directory of the safetensors files; spec.weights restricts it. With broadcast: nccl:// or gloo:// "
-        "with the trainer's host and port.",
+        description="Directory of the safetensors files; spec.weights restricts it. With transfer: a unique text that "
+        "identifies these weights.",
     )
-    broadcast: Broadcast | None = Field(default=None, description="Broadcast of full weights instead of a directory.")
+    transfer: WeightTransfer | None = Field(
+        default=None, description="The weights come from a trainer's memory instead of a directory."
+    )
     weights_kind: WeightsKind = Field(default=WeightsKind.FULL, description="What the update contains.")
     sha256: str | None = Field(
         default=None,
@@ -610,22 +584,30 @@ class WeightUpdate(_Message):
         description="Checksum of the weights. Default: they are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
-    deltas: list[DeltaFile] | None = Field(
-        default=None,
-        description="The weights are those in the directory, a keyframe, with these differences applied in order. An "
-        "engine applies only those that it has not applied before. The directory needs no config.json.",
-    )
 
     @model_validator(mode="after")
-    def _check_deltas(self) -> Self:
-        if self.deltas is not None and (self.broadcast is not None or self.weights_kind is not WeightsKind.FULL):
-            raise ValueError("deltas need full weights in a directory")
+    def _check_transfer(self) -> Self:
+        if self.transfer is not None and self.weights_kind is not WeightsKind.FULL:
+            raise ValueError("adapters are published from a directory")
         return self
 
     @property
     def identity(self) -> str:
-        """What identifies these weights: the checksum of the last difference or of the directory, or else the URI."""
-        return self.deltas[-1].sha256 if self.deltas else self.sha256 or self.uri
+        """What identifies these weights: their checksum, or else the URI."""
+        return self.sha256 or self.uri
+
+
+class TransferStep(_Message):
+    """What a trainer does next in a transfer of weights. Engines read these from a stream of their own."""
+
+    kind: Literal["transfer_step"] = "transfer_step"
+    step: Literal["update", "finish", "abort"] = Field(
+        description="update: send tensors; finish: all were sent; abort: the engines keep their weights."
+    )
+    update_info: dict[str, Any] | None = Field(
+        default=None, description="What vLLM's update_weights is called with, for update."
+    )
+    reason: str = Field(default="", description="Why the transfer is aborted.")
 
 
 class Cancel(_Message):
@@ -642,22 +624,16 @@ class Rewards(_Message):
     rewards: dict[str, float] = Field(min_length=1, description="Rollout id → reward.")
 
 
-class JoinGroup(_Message):
-    """Control message: join the process group of a trainer, its transfer group, and leave the one joined before."""
+class InitWeightTransfer(_Message):
+    """Control message: call vLLM's init_weight_transfer_engine, and leave the group of an earlier trainer."""
 
-    kind: Literal["join"] = "join"
-    group: str = Field(min_length=1, description="Id of the process group.")
-    uri: str = Field(min_length=1, description="nccl:// or gloo:// with the host and port at which rank 0 listens.")
-    members: dict[str, int] = Field(
-        min_length=1,
-        description="Engine id → rank of its first worker process. Its other processes have the following ranks. The "
-        "trainer has rank 0.",
+    kind: Literal["init_weight_transfer"] = "init_weight_transfer"
+    group: str = Field(min_length=1, description="Id of the group.")
+    engines: dict[str, int] = Field(
+        min_length=1, description="Engine id → rank of its first worker process in the group. The trainer has rank 0."
     )
-    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
-    packed_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="What broadcasts in this group have as packed_bytes unless they are told otherwise.",
+    init_info: dict[str, Any] = Field(
+        description="vLLM's init_info. If it has a rank_offset, each engine replaces it by its rank."
     )
 
 
@@ -680,15 +656,16 @@ class Resume(_Message):
     kind: Literal["resume"] = "resume"
 
 
-ControlMessage = WeightUpdate | JoinGroup | Cancel | Pause | Resume | Close
-Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | ControlMessage
+ControlMessage = WeightUpdate | InitWeightTransfer | Cancel | Pause | Resume | Close
+Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | TransferStep | ControlMessage
 MESSAGES: tuple[type[Message], ...] = (
     RolloutRequest,
     Rollout,
     Partial,
     Refusal,
     WeightUpdate,
-    JoinGroup,
+    InitWeightTransfer,
+    TransferStep,
     Cancel,
     Rewards,
     Pause,

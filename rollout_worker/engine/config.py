@@ -71,6 +71,8 @@ class EngineConfig:
     """None for an engine without speculation."""
     node: EngineNode | None = None
     """None for an engine on one machine."""
+    weight_transfer: str = ""
+    """The backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
@@ -78,9 +80,9 @@ class EngineConfig:
     engines that receive the same prompts at the same time would sample the same responses."""
 
     @property
-    def broadcast_backend(self) -> str:
-        """The torch.distributed backend with which the engine receives weights from a trainer's memory."""
-        return "gloo" if self.cpu else "nccl"
+    def sends_differences(self) -> bool:
+        """Whether a trainer sends only what has changed in the weights."""
+        return self.weight_transfer == "sparse_nccl"
 
     @property
     def returns_routed_experts(self) -> bool:
@@ -135,6 +137,8 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         settings["max_lora_rank"] = lora_rank(spec.max_lora_rank)
         settings["max_loras"] = _MAX_BATCH_ADAPTERS
         settings["max_cpu_loras"] = _MAX_CPU_ADAPTERS
+    if config.weight_transfer:
+        settings["weight_transfer_config"] = {"backend": config.weight_transfer}
     if config.drafting is not None:
         settings["speculative_config"] = {
             "method": "custom_class",
@@ -311,6 +315,8 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
         # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").
         defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if config.weight_transfer == "ipc":
+        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM receives handles of GPU memory pickled
     variables = {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)

@@ -6,10 +6,17 @@ and never inferred from a version number.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import io
 import logging
-from collections.abc import Callable, Iterator
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, get_args
 
 from rollout_worker.engine.errors import EngineError
 
@@ -179,6 +186,46 @@ def reset_failed_reload(model: Any) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+
+
+@contextmanager
+def unpickling_nccl_ids_only() -> Iterator[None]:
+    """Let vLLM unpickle nothing but NCCL's identifier when it joins a trainer's group within this context.
+
+    vLLM's workers receive the identifier pickled, and would otherwise unpickle whatever is sent, so that whoever tells
+    engines a trainer's address could run code in them.
+    """
+    from vllm.distributed import utils
+
+    original: Any = utils.pickle
+    utils.pickle = SimpleNamespace(dumps=original.dumps, loads=load_nccl_id)
+    try:
+        yield
+    finally:
+        utils.pickle = original
+
+
+def load_nccl_id(pickled: bytes) -> Any:
+    """Unpickle NCCL's identifier, a ctypes structure.
+
+    Raises:
+        pickle.UnpicklingError: it is something else.
+    """
+    loaded = _NcclIdUnpickler(io.BytesIO(pickled)).load()
+    if type(loaded).__name__ != _NCCL_ID[1]:
+        raise pickle.UnpicklingError(f"a {type(loaded).__name__} in place of NCCL's identifier")
+    return loaded
+
+
+_NCCL_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
+
+
+class _NcclIdUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the classes that the identifier consists of."""
+        if (module, name) not in (_NCCL_ID, ("_ctypes", "_unpickle")):
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of NCCL's identifier")
+        return super().find_class(module, name)
 
 
 def rewind_cpu_generators(model_runner: Any) -> bool:

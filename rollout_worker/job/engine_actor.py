@@ -153,8 +153,7 @@ async def _serve_with(
         max_running=job.spec.engine.max_num_seqs,
         checkpoint_tokens=job.spec.engine.checkpoint_tokens,
         sampling=job.spec.sampling,
-        transport=setup.weight_transport(model, job_store),
-        broadcast=job.spec.weights.broadcast,
+        directories=setup.weight_directories(model, job_store),
         speculation_disabled=speculation_disabled,
     )
     # vLLM's many objects live as long as this process; scanning them in each garbage collection would pause decoding.

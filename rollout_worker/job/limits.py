@@ -24,8 +24,6 @@ SHUTDOWN_REQUEST_EXPIRY_S = 600
 """Seconds after which a worker's request to its engines to leave expires."""
 WRITE_CHECK_EXPIRY_S = 60
 """Seconds after which the key expires that is written to check whether Redis accepts writes."""
-WEIGHT_OFFER_EXPIRY_S = 60
-"""Seconds after which an offer to pass weights on expires; about as long as the offering engine waits."""
 WEIGHT_CHECKSUM_EXPIRY_S = 3600
 """Seconds for which the checksum of published files is remembered."""
 WEIGHT_CHECKSUM_CLAIM_S = 30
@@ -72,8 +70,6 @@ class CoordinatorLimits:
     """Engines lost with a rollout after which an engine gets at most one such rollout at a time."""
     max_losses: int = 6
     """Engines lost with a rollout, without any progress in between, after which the rollout fails."""
-    passing_timeout_s: float = 30.0
-    """Time that an engine has to begin receiving weights from another one, before a different one is ordered."""
     unserved_version_log_delay_s: float = 30.0
     """Time after which rollouts that wait for a weight version are first logged."""
     unserved_version_log_interval_s: float = 300.0
@@ -118,10 +114,10 @@ INBOX_READ_TIMEOUT_S = 1.0
 """Maximum seconds for which an engine waits for new orders."""
 ORDERS_PER_READ = 256
 """Maximum number of orders in one read."""
-WEIGHT_OFFER_POLL_INTERVAL_S = 0.2
-"""Seconds between two checks whether another engine offers weights that this engine has missed."""
-MAX_PASSING_ATTEMPTS = 3
-"""Number of failed attempts to receive missed weights, after which an engine waits for the next version."""
+TRANSFER_START_TIMEOUT_S = 600.0
+"""Seconds for which an engine that is ready waits for a trainer to send weights; other engines may drain meanwhile."""
+TRANSFER_IDLE_TIMEOUT_S = 120.0
+"""Seconds for which an engine that has received a part of the weights waits for the trainer's next step."""
 MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
 """Largest size of a request that is part of the order for its first sample on an engine. It is in Redis twice then, but
 saves the engine a round trip.

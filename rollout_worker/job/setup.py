@@ -12,19 +12,14 @@ from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.weights.gloo import GLOO
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.model_source import resolve_model
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.engine_groups import EngineGroupStore
-from rollout_worker.job.shared_checksums import SharedChecksums
-from rollout_worker.job.weight_transport import (
-    BroadcastTransport,
-    CombinedTransport,
-    DirectoryTransport,
-    WeightTransport,
-)
+from rollout_worker.job.weight_directories import WeightDirectories
 from rollout_worker.policy.draft_policy import max_draft_length
 from rollout_worker.runtime.command_line import default_cache
 
@@ -170,20 +165,30 @@ class JobSetup:
             cpu=job.spec.workers.gpus_per_worker == 0,
             cores=cores_per_engine(job, engines_per_machine=self.engines_per_machine),
             drafting=drafting,
+            weight_transfer=transfer_backend(job),
             overrides=self.overrides or {},
         )
 
-    def weight_transport(self, model: Path, job_store: JobStore) -> WeightTransport:
-        """Create the transport of published weights for an engine of *model*."""
-        weights = self.job.spec.weights
-        files = DirectoryTransport(
+    def weight_directories(self, model: Path, job_store: JobStore) -> WeightDirectories:
+        """Return where published weights may be, for an engine of *model*."""
+        spec = self.job.spec
+        return WeightDirectories(
             model,
             self._cache,
-            weights.allowed_roots,
-            model_uri=self.job.spec.model.uri,
-            checksum=SharedChecksums(job_store.weight_checksums),
+            spec.weights.allowed_roots,
+            model_uri=spec.model.uri,
+            checksum=job_store.weight_checksums,
         )
-        return CombinedTransport(files, BroadcastTransport() if weights.broadcast else None)
+
+
+def transfer_backend(job: RolloutJob) -> str:
+    """Return the backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
+    choice = job.spec.weights.transfer
+    if choice == "none":
+        return ""
+    if job.spec.workers.gpus_per_worker == 0:
+        return GLOO
+    return "nccl" if choice == "auto" else choice
 
 
 def cores_per_engine(job: RolloutJob, *, engines_per_machine: int) -> int:

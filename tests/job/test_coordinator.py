@@ -23,15 +23,13 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
-    Broadcast,
     Cancel,
     FinishReason,
-    JoinGroup,
+    InitWeightTransfer,
     Message,
     Partial,
     Rollout,
     RolloutRequest,
-    TensorSpec,
     WeightSpan,
     WeightUpdate,
     decode,
@@ -446,37 +444,33 @@ def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: 
     run(scenario)
 
 
-def test_engines_are_told_once_that_no_engine_has_the_weights_that_they_have_missed(run: Run) -> None:
-    offer = Broadcast(
-        group="g", ranks={"gone": 1}, world_size=2, tensors=[TensorSpec(name="x", dtype="float32", shape=[1])]
-    )
-    update = WeightUpdate(weight_version=1, uri="gloo://trainer:1", broadcast=offer)
-
+def test_an_engine_that_has_missed_weights_gets_rollouts_only_if_no_other_engine_has_them(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        job.send(JOB.control, update)
-        async with job.coordinator(), job.engine("a", broadcast="gloo", missed=1) as a:
-            await job.inbox(a, 1)
-            await asyncio.sleep(3 * FAST.reconcile_interval_s)
-            orders = await job.inbox(a, 1)
-        told = [order for order in orders if order.kind is not OrderKind.UPDATE_WEIGHTS]
-        assert [(OrderKind.KEEP_WEIGHTS, 1)] == [(order.kind, order.weight_version) for order in told]
+        async with job.coordinator(), job.engine("late", missed=1):
+            async with job.engine("a", full_version=1, version=1) as a:
+                await wait_for_async(lambda: job.redis.hlen(JOB.engines) == 2)
+                job.send(JOB.requests, request("first", n=2))
+                assert {"first"} == {order.request_id for order in await job.inbox(a, 2)}
+                assert [] == await job.job_store.assignments.inbox("late")
+            job.send(JOB.requests, request("second", n=1))
+            assert "second" in {order.request_id for order in await job.inbox("late", 1)}
 
     run(scenario)
 
 
-def test_members_of_a_transfer_group_are_told_to_join_even_if_they_are_discovered_later(run: Run) -> None:
+def test_members_of_a_trainers_group_are_told_to_join_even_if_they_are_discovered_later(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        group = JoinGroup(group="g", uri="gloo://127.0.0.1:1", members={"a": 1, "b": 2, "c": 3}, world_size=4)
+        group = InitWeightTransfer(group="g", engines={"a": 1, "b": 2, "c": 3}, init_info={"world_size": 4})
         async with job.engine("a"), job.engine("others"), job.coordinator():
             job.send(JOB.control, group)
             [order] = await job.inbox("a", 1)
-            assert order.kind is OrderKind.JOIN_GROUP
+            assert order.kind is OrderKind.INIT_TRANSFER
             assert group == await job.job_store.job.transfer_group()
             async with job.engine("b"):
                 [order] = await job.inbox("b", 1)
-            assert order.kind is OrderKind.JOIN_GROUP
+            assert order.kind is OrderKind.INIT_TRANSFER
             assert [] == await job.job_store.assignments.inbox("others")
-            async with job.engine("c", group="g"):  # it has joined before
+            async with job.engine("c", transfer_group="g"):  # it has joined before
                 job.send(JOB.control, WeightUpdate(weight_version=1, uri="/one"))
                 [order] = await job.inbox("c", 1)
             assert order.kind is OrderKind.UPDATE_WEIGHTS

@@ -211,7 +211,7 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assignments, engines = job_store.assignments, job_store.engines
         coordinator = await assignments.take_over()
         await job_store.requests.admit(entry_id, asked)
-        commands = [Order.cancel("x"), Order.send_weights("f", 7), Order.update_weights()]
+        commands = [Order.cancel("x"), Order.init_transfer(), Order.update_weights()]
         orders = [*map(Order.sample, assigned), *commands]
         assert not await assignments.send(coordinator, "e", orders)  # the engine has not registered
         assert not await engines.heartbeat("e", REPORT)

@@ -13,13 +13,7 @@ import sys
 import rollout_api
 from rollout_api import RolloutClient
 
-NEED_MORE_PACKAGES = {
-    "rollout_api.arrays",
-    "rollout_api.http_server",
-    "rollout_api.weights.delta_codec",
-    "rollout_api.weights.delta_file",
-    "rollout_api.weights.safetensors_file",
-}
+NEED_MORE_PACKAGES = {"rollout_api.arrays", "rollout_api.http_server"}
 
 
 def import_modules() -> None:

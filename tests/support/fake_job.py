@@ -28,7 +28,7 @@ from rollout_api import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.length_entries import pack_entry, pack_recent
-from rollout_api.protocol.messages import JoinGroup, Message
+from rollout_api.protocol.messages import InitWeightTransfer, Message
 from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
@@ -228,10 +228,7 @@ class FakeJob:
         failed: dict[int, str] | None = None,
         draining: bool = False,
         paused: str = "",
-        broadcast: str = "",
-        group: str = "",
-        group_error: str = "",
-        deltas: bool = True,
+        **fields: object,
     ) -> None:
         """Write an engine's report and its lease."""
         report = {
@@ -240,10 +237,7 @@ class FakeJob:
             "draining": draining,
             "paused": paused,
             "ranks": 1,
-            "broadcast": broadcast,
-            "group": group,
-            "group_error": group_error,
-            "deltas": deltas,
+            **fields,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
@@ -259,7 +253,7 @@ class FakeJob:
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.adopt_update(message, entry)
-            if isinstance(message, JoinGroup):
+            if isinstance(message, InitWeightTransfer):
                 self.redis.hset(self.keys.weights, "group", encode(message))
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, Pause | Resume):

@@ -1,4 +1,4 @@
-"""Control messages: cancellations, weight updates, transfer groups, pauses, and the close of the job."""
+"""Control messages: cancellations, weight updates, pauses, and the close of the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollout_api.protocol.messages import (
     Cancel,
     CodecError,
     ControlMessage,
-    JoinGroup,
+    InitWeightTransfer,
     Pause,
     Resume,
     WeightUpdate,
@@ -57,8 +57,8 @@ class ControlProcessor:
                 await self._dead_letters.add(Stream.CONTROL, entry, reason)
                 return
             await self._weights.publish(message, list(self._engines.engines))
-        elif isinstance(message, JoinGroup):
-            await self._weights.form_group(message, self._engines.engines)
+        elif isinstance(message, InitWeightTransfer):
+            await self._weights.init_transfer(message, self._engines.engines)
         elif isinstance(message, Cancel):
             if not await self._cancellations.cancel(entry.entry_id, message.request_ids):
                 return

@@ -26,7 +26,6 @@ from rollout_worker.job.coordinator.slow_clients import SlowClients
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.coordinator.status_publisher import StatusPublisher
 from rollout_worker.job.coordinator.unservable import UnservableRequests
-from rollout_worker.job.coordinator.weight_passing import WeightPassing
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import CoordinatorLimits
@@ -44,7 +43,6 @@ class Coordinator:
     - :class:`ControlProcessor` processes weight updates, :class:`Cancellations` and the close,
     - :class:`RolloutTracker` knows the open requests, and :class:`RolloutQueue` which of their rollouts wait,
     - :class:`EngineTracker` knows the live engines and reclaims the rollouts of lost ones,
-    - :class:`WeightPassing` lets engines pass broadcast weights on to those that have missed them,
     - :class:`RolloutPlacer` assigns waiting rollouts,
     - :class:`UnservableRequests` ends what no engine can serve any more,
     - :class:`Answers` answers rollouts that end without an engine,
@@ -88,7 +86,6 @@ class Coordinator:
         self._answers = Answers(job_store, self._tracker, self._queue, limits)
         self._weights = WeightAnnouncer(job_store, self._orders)
         self._pause = PauseAnnouncer(job_store, self._orders)
-        self._passing = WeightPassing(self._orders, limits)
         self._engines = EngineTracker(job_store, self._orders, self._tracker, self._queue, self._answers, limits)
         self._reconciliation = Reconciliation(job_store, self._tracker, self._engines)
         self._cancellations = Cancellations(job_store, self._orders, self._tracker, self._answers)
@@ -201,7 +198,6 @@ class Coordinator:
         for engine in await self._engines.update():
             await self._weights.notify_new_engine(engine, self._engines.engines[engine])
             await self._pause.notify_new_engine(engine, self._engines.engines[engine])
-        await self._passing.update(self._weights.broadcast_version, self._engines.engines)
         await self._unservable.end_overdue()
         self._unservable.fail_unserved_versions()
         await self._slow_clients.update()

@@ -11,8 +11,7 @@ from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.scheduler import EngineLoad
 from rollout_worker.job.coordinator.version_bounds import VersionBounds
-from rollout_worker.job.coordinator.weight_passing import find_waiting_engines
-from rollout_worker.job.coordinator.weights import WeightAnnouncer
+from rollout_worker.job.coordinator.weights import WeightAnnouncer, find_waiting_engines
 from rollout_worker.job.job_store import Assignment, Order
 
 

@@ -9,7 +9,6 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.messages import FinishReason, PauseMode
 from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
-from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
@@ -62,7 +61,7 @@ class PauseUpdater:
 
 
 class InboxReader:
-    """Reads the coordinator's orders and passes them on."""
+    """Reads the coordinator's orders and gives them to the engine's other parts."""
 
     def __init__(
         self,
@@ -71,11 +70,10 @@ class InboxReader:
         running: RunningRollouts,
         executor: RolloutExecutor,
         weights: WeightUpdater,
-        groups: GroupJoiner,
         pause: PauseUpdater,
     ) -> None:
         self._job_store, self._lease, self._running = job_store, lease, running
-        self._executor, self._weights, self._groups, self._pause = executor, weights, groups, pause
+        self._executor, self._weights, self._pause = executor, weights, pause
 
     async def run(self) -> None:
         """Execute orders until cancelled."""
@@ -99,12 +97,8 @@ class InboxReader:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
             self._weights.request_update()
-        elif order.kind is OrderKind.SEND_WEIGHTS:
-            self._weights.request_passing(order.target, order.weight_version)
-        elif order.kind is OrderKind.KEEP_WEIGHTS:
-            await self._weights.report_missing_source(order.weight_version)
-        elif order.kind is OrderKind.JOIN_GROUP:
-            self._groups.request_update()
+        elif order.kind is OrderKind.INIT_TRANSFER:
+            self._weights.request_join()
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
         await self._job_store.assignments.acknowledge(self._lease.engine_id, order.order_id)

@@ -13,7 +13,6 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.job.engine_worker.executor import RequestCache, RolloutExecutor
-from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.inbox import InboxReader, PauseUpdater
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.monitor import EngineMonitor
@@ -23,7 +22,7 @@ from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.limits import HANDOVER_TIMEOUT_S, HEARTBEAT_INTERVAL_S
-from rollout_worker.job.weight_transport import WeightTransport
+from rollout_worker.job.weight_directories import WeightDirectories
 from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ class EngineWorker:
     - :class:`RolloutExecutor` produces the assigned rollouts,
     - :class:`CheckpointWriter` writes their partials,
     - :class:`TokenStreams` writes the tokens of those that are streamed,
-    - :class:`WeightUpdater` loads published weights and passes them on to other engines,
-    - :class:`GroupJoiner` joins the trainer's transfer group,
+    - :class:`WeightUpdater` loads published weights,
     - :class:`PauseUpdater` pauses and resumes the engine,
     - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
@@ -58,8 +56,7 @@ class EngineWorker:
         max_running: int,
         checkpoint_tokens: int,
         sampling: Sampling,
-        transport: WeightTransport,
-        broadcast: bool = False,
+        directories: WeightDirectories,
         speculation_disabled: bool = False,
         speculation_cutoff: SpeculationCutoff | None = None,
     ) -> None:
@@ -74,8 +71,7 @@ class EngineWorker:
             max_running: maximum number of rollouts that the engine decodes at once.
             checkpoint_tokens: maximum number of tokens of a rollout that are lost with this engine.
             sampling: the job's sampling settings, which a request may override.
-            transport: how published weights are brought into the engine.
-            broadcast: whether weights may be broadcast from a trainer's memory.
+            directories: finds published weights.
             speculation_disabled: whether the engine has no speculation because drafting did not pay.
             speculation_cutoff: decides when drafting has not paid for too long.
         """
@@ -83,9 +79,8 @@ class EngineWorker:
         report = EngineReport(
             name, worker, os.getpid(), max_running, non_speculative, speculation_disabled, engine.weight_version
         )
-        report.full_version, report.deltas = engine.full_weight_version, engine.config.node is None
-        if broadcast:
-            report.broadcast, report.ranks = engine.config.broadcast_backend, engine.config.ranks
+        report.full_version, report.ranks = engine.full_weight_version, engine.config.ranks
+        report.transfer_backend = engine.config.weight_transfer
         self.speculation_cut_off = False
         """Whether the worker has ended so that an engine without speculation can take its place."""
         self._engine, self._job_store = engine, job_store
@@ -94,7 +89,7 @@ class EngineWorker:
         self._token_streams = TokenStreams(job_store)
         self._announcer = HistoryAnnouncer(engine, store, job_store.keys.uid)
         self._lease = EngineLease(engine, job_store, report, self._running, self._checkpoints)
-        self._weights = WeightUpdater(engine, job_store, transport, self._lease, self._running, self._announcer)
+        self._weights = WeightUpdater(engine, job_store, directories, self._lease, self._running, self._announcer)
         self._executor = RolloutExecutor(
             engine,
             job_store,
@@ -108,10 +103,7 @@ class EngineWorker:
             checkpoint_tokens=checkpoint_tokens,
         )
         self._pause = PauseUpdater(engine, job_store, self._lease)
-        self._groups = GroupJoiner(engine, job_store, self._lease)
-        self._inbox = InboxReader(
-            job_store, self._lease, self._running, self._executor, self._weights, self._groups, self._pause
-        )
+        self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights, self._pause)
         self._monitor = EngineMonitor(engine, report, self._running, speculation_cutoff or SpeculationCutoff())
         self._draining: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -152,8 +144,7 @@ class EngineWorker:
                 self._checkpoints.run(),
                 self._token_streams.run(),
                 self._weights.run(),
-                self._weights.pass_on(),
-                self._groups.run(),
+                self._weights.run_joins(),
                 self._pause.run(),
                 self._announcer.run(),
                 self._monitor.run(),

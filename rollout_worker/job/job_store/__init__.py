@@ -12,7 +12,6 @@ from rollout_worker.job.job_store.incoming import Entry, Stream, arrival_time
 from rollout_worker.job.job_store.requests import Admission
 from rollout_worker.job.job_store.store import JobStore
 from rollout_worker.job.job_store.timeline import RolloutProgress
-from rollout_worker.job.job_store.weight_offers import WeightOffer
 
 __all__ = [
     "Admission",
@@ -27,6 +26,5 @@ __all__ = [
     "RolloutProgress",
     "StaleCoordinatorError",
     "Stream",
-    "WeightOffer",
     "arrival_time",
 ]

@@ -54,12 +54,8 @@ class OrderKind(StrEnum):
     """End all rollouts of a request with the tokens that they have."""
     UPDATE_WEIGHTS = "weights"
     """Load the published weights."""
-    SEND_WEIGHTS = "send-weights"
-    """Pass the full weights on to another engine."""
-    KEEP_WEIGHTS = "keep-weights"
-    """Serve the weights that the engine has, because no other engine has those that it has missed."""
-    JOIN_GROUP = "join"
-    """Join the transfer group, as the job's record says."""
+    INIT_TRANSFER = "init-transfer"
+    """Join the group of a trainer that sends weights from its memory, as the job's record says."""
     UPDATE_PAUSE = "pause"
     """Pause or resume decoding, as the job's record says."""
 
@@ -75,10 +71,6 @@ class Order:
     """The request to cancel, or that of the assignment."""
     order_id: str = ""
     """Id of the entry; '' before the order is sent."""
-    target: str = ""
-    """Id of the engine to which weights are passed on."""
-    weight_version: int = 0
-    """Version of these weights, or of those that no other engine has."""
     request: bytes = field(default=b"", repr=False)
     """The encoded request of the assignment; empty if the engine reads it itself."""
     with_request: bool = False
@@ -105,24 +97,14 @@ class Order:
         return cls(OrderKind.UPDATE_WEIGHTS)
 
     @classmethod
-    def join_group(cls) -> Order:
-        """Return the order to join the transfer group."""
-        return cls(OrderKind.JOIN_GROUP)
+    def init_transfer(cls) -> Order:
+        """Return the order to join a trainer's group."""
+        return cls(OrderKind.INIT_TRANSFER)
 
     @classmethod
     def update_pause(cls) -> Order:
         """Return the order to pause or resume decoding, as the job's record says."""
         return cls(OrderKind.UPDATE_PAUSE)
-
-    @classmethod
-    def send_weights(cls, target: str, weight_version: int) -> Order:
-        """Return the order to pass full weights on to the engine *target*."""
-        return cls(OrderKind.SEND_WEIGHTS, target=target, weight_version=weight_version)
-
-    @classmethod
-    def keep_weights(cls, missed_version: int) -> Order:
-        """Return the order not to wait any more for full weights that no other engine has."""
-        return cls(OrderKind.KEEP_WEIGHTS, weight_version=missed_version)
 
     @classmethod
     def read(cls, entry_id: str, fields: Mapping[bytes, bytes]) -> Order | None:
@@ -142,10 +124,8 @@ class Order:
                 oldest_version=int(fields.get(b"o", 0)),
                 is_first=b"f" in fields,
             )
-        target = as_text(fields.get(b"t", b""))
-        weight_version = int(fields[b"v"]) if kind in (OrderKind.SEND_WEIGHTS, OrderKind.KEEP_WEIGHTS) else 0
         request = fields.get(MESSAGE_FIELD.encode(), b"")
-        return cls(kind, assignment, request_id, entry_id, target, weight_version, request)
+        return cls(kind, assignment, request_id, entry_id, request)
 
     def encode(self) -> list[str | int]:
         """Return the alternating names and values of the entry's fields."""
@@ -155,10 +135,6 @@ class Order:
             fields += ["p", "1"] if self.assignment.resumed else []
             fields += ["o", self.assignment.oldest_version] if self.assignment.oldest_version else []
             fields += ["f", "1"] if self.assignment.is_first else []
-        if self.kind is OrderKind.SEND_WEIGHTS:
-            fields += ["t", self.target, "v", self.weight_version]
-        elif self.kind is OrderKind.KEEP_WEIGHTS:
-            fields += ["v", self.weight_version]
         return fields
 
 

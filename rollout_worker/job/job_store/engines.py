@@ -47,20 +47,22 @@ class EngineReport:
     """Number of running rollouts that are pinned to a weight version."""
     draining: bool = False
     """Whether the engine is leaving the job and takes no new rollouts."""
-    broadcast: str = ""
-    """Backend with which the engine receives broadcast weights: nccl, gloo, or '' if it receives none."""
+    transfer_backend: str = ""
+    """The backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
     ranks: int = 1
-    """Number of the engine's worker processes, each of which takes part in a broadcast."""
-    deltas: bool = False
-    """Whether the engine can load weights that are stored as a keyframe and differences."""
+    """Number of the engine's worker processes, each of which has a rank in a trainer's group."""
+    transfer_group: str = ""
+    """Id of the trainer's group that the engine was last told to join; '' if there was none."""
+    transfer_error: str = ""
+    """Why the engine is no member of this group; '' if it is."""
+    receiving: str = ""
+    """Identity of the weights that a trainer sends now, or may send; '' if there are none."""
+    received: int = 0
+    """Number of parts of these weights that the engine has received."""
     full_version: int = 0
     """Version of the engine's full weights, regardless of an adapter."""
     missed: int | None = None
-    """Version of broadcast weights that the engine has missed and wants to receive from another engine."""
-    group: str = ""
-    """Id of the transfer group that the engine was last told to join; '' if there was none."""
-    group_error: str = ""
-    """Why the engine is no member of this group; '' if it is."""
+    """Version of weights from a trainer's memory that the engine should have but has not received."""
     paused: str = ""
     """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -86,8 +88,8 @@ class EngineReport:
         return self.version if self.loading is None else self.loading
 
     def has_full_weights(self, version: int) -> bool:
-        """Return whether the engine can pass full weights of *version* on to others, now or soon."""
-        return bool(self.broadcast) and not self.draining and version in (self.full_version, self.loading)
+        """Return whether the engine serves full weights of *version*, now or soon."""
+        return not self.draining and version in (self.full_version, self.loading)
 
 
 class RegisteredEngine(NamedTuple):

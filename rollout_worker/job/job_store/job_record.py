@@ -6,11 +6,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollout_api.protocol.keys import job_uid_key
+from rollout_api.protocol.keys import MESSAGE_FIELD, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
-    JoinGroup,
+    CodecError,
+    InitWeightTransfer,
     PauseMode,
+    TransferStep,
     WeightsKind,
     WeightUpdate,
     decode,
@@ -109,12 +111,28 @@ class JobRecord(StorePart):
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return [update for update in updates if isinstance(update, WeightUpdate)]
 
-    async def set_transfer_group(self, group: JoinGroup) -> None:
-        """Store the transfer group that engines should have joined."""
+    async def set_transfer_group(self, group: InitWeightTransfer) -> None:
+        """Store the trainer's group that engines should have joined."""
         await self._client.hset(self._keys.weights, "group", encode(group))
 
-    async def transfer_group(self) -> JoinGroup | None:
-        """Return the transfer group that engines should have joined; None if there is none."""
+    async def transfer_group(self) -> InitWeightTransfer | None:
+        """Return the trainer's group that engines should have joined; None if there is none."""
         stored: Any = await self._client.hget(self._keys.weights, "group")
         group = None if stored is None else decode(stored)
-        return group if isinstance(group, JoinGroup) else None
+        return group if isinstance(group, InitWeightTransfer) else None
+
+    async def transfer_step(self, weights: str, cursor: str, *, timeout_s: float) -> tuple[TransferStep, str] | None:
+        """Return the next step of a transfer of weights, and its cursor; None if there is none within *timeout_s*.
+
+        Raises:
+            CodecError: it is no such step.
+        """
+        streams: Any = {self._keys.transfer_steps(weights): cursor}
+        replies: Any = await self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+        for _, entries in replies:
+            [(entry_id, fields)] = entries
+            step = decode(fields.get(MESSAGE_FIELD.encode(), b""))
+            if not isinstance(step, TransferStep):
+                raise CodecError(f"{step.kind} in place of a step")
+            return step, as_text(entry_id)
+        return None

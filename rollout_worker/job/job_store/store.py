@@ -16,8 +16,7 @@ from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
 from rollout_worker.job.job_store.timeline import TimelineStore
-from rollout_worker.job.job_store.weight_checksums import WeightChecksumStore
-from rollout_worker.job.job_store.weight_offers import WeightOfferStore
+from rollout_worker.job.job_store.weight_checksums import SharedChecksums
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
 
@@ -35,8 +34,7 @@ class JobStore(StorePart):
         self.timeline = TimelineStore(client, keys, retries)
         self.assignments = AssignmentStore(client, keys, retries)
         self.engines = EngineRegistry(client, keys, retries)
-        self.weight_checksums = WeightChecksumStore(client, keys, retries)
-        self.weight_offers = WeightOfferStore(client, keys, retries)
+        self.weight_checksums = SharedChecksums(client, keys)
         self.once = self if retries is None else JobStore(client, keys)
         """The same state, whose methods raise an error at once if Redis is unreachable or full."""
 

@@ -10,9 +10,7 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.weights.checksum import checksum
-from rollout_worker.job import shared_checksums
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.shared_checksums import SharedChecksums
+from rollout_worker.job.job_store import JobStore, weight_checksums
 
 
 class Computations:
@@ -20,7 +18,7 @@ class Computations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(shared_checksums, "checksum", self)
+        monkeypatch.setattr(weight_checksums, "checksum", self)
 
     def __call__(self, directory: Path) -> str:
         self.count += 1
@@ -45,7 +43,7 @@ def compute(url: str, directory: Path, expected: str, engines: int = 1) -> list[
     async def run() -> list[str]:
         stores = [JobStore.connect(url, MessageKeys("checksums")) for _ in range(engines)]
         try:
-            found = [SharedChecksums(store.weight_checksums)(directory, expected) for store in stores]
+            found = [store.weight_checksums(directory, expected) for store in stores]
             return list(await asyncio.gather(*found))
         finally:
             for store in stores:
@@ -100,7 +98,7 @@ def test_an_engine_that_fails_leaves_the_checksum_to_another_one(
         raise OSError("stale file handle")
 
     with monkeypatch.context() as failing:
-        failing.setattr(shared_checksums, "checksum", fail)
+        failing.setattr(weight_checksums, "checksum", fail)
         with pytest.raises(OSError, match="stale file handle"):
             compute(redis_url, weights, "0" * 64)
     expected = checksum(weights)

@@ -6,17 +6,13 @@ and never inferred from a version number.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import io
 import logging
-import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 from rollout_worker.engine.errors import EngineError
 

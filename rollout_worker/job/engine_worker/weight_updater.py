@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 from rollout_api.protocol.messages import CodecError, InitWeightTransfer, TransferStep, WeightsKind, WeightUpdate

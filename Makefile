@@ -73,8 +73,8 @@ generate: env  ## Generate the CRDs, the dashboards, the reference pages, and th
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python scripts/dashboards.py
-	{ $(VENV)/typer rollout_worker.cli.main utils docs --name rollout --title "Command line"; \
-	  $(VENV)/typer rollout_worker.history_service.cli utils docs --name rollout-history; } > docs/cli.md
+	{ $(VENV)/typer rollout_tools.cli.main utils docs --name rollout --title "Command line"; \
+	  $(VENV)/typer rollout_store.history_service.cli utils docs --name rollout-history; } > docs/cli.md
 	$(VENV)/python scripts/metrics_docs.py
 	$(VENV)/python -m scripts.sizing_docs
 	$(VENV)/python -m scripts.performance_docs

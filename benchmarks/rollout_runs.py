@@ -19,12 +19,12 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import RolloutRequest
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
 
 VOCABULARY = 32_768
 END = VOCABULARY

@@ -39,8 +39,8 @@ from scipy import stats
 
 from benchmarks.figures import Figure, report, save_svg, write_figures
 from benchmarks.redis_server import redis_server
-from rollout_worker.runtime.command_line import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 
 ROOT = Path(__file__).parents[1]
 ARMS = {"drafts": "fixed", "no drafts": "off"}
@@ -77,7 +77,7 @@ def run_job(manifest: dict[str, Any], directory: Path) -> Iterator[str]:
     job = directory / "job.yaml"
     job.write_text(yaml.safe_dump(manifest))
     with redis_server() as url:
-        command = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(job), "--redis", url, "--no-compare"]
+        command = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(job), "--redis", url, "--no-compare"]
         command += ["--state-dir", str(directory / "state")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (directory / "job.log").open("w") as log:

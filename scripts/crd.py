@@ -28,7 +28,7 @@ from rollout_api.manifest.runtime import (
     SCALING_FIELDS,
 )
 from rollout_api.manifest.status import RolloutJobStatus
-from rollout_worker.doctor.cluster.installation import schema_digest
+from rollout_tools.doctor.cluster.installation import schema_digest
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {

@@ -9,18 +9,18 @@ from typing import cast
 from kubernetes.client import ApiClient
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from rollout_operator.http_server import MetricsCollector
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster.http_server import MetricsCollector
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_worker.history_service.service import HistoryCollector, ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
-from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
-from rollout_worker.job.job_store import EngineReport
-from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.remaining_length import RemainingWork
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_head.coordinator.remaining_length import RemainingWork
+from rollout_head.coordinator.status import StatusBoard, StatusInput
+from rollout_store.history_service.service import HistoryCollector, ServiceState
+from rollout_store.job import EngineReport
+from rollout_store.job.canary import DriftTest
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.status_token import StatusToken
+from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
+from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.kopf_watch import remove_missing_jobs, wait_until_served, watch_jobs
+from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, RUNTIMES, KubernetesApi, owned_kinds
+from rollout_operator.cluster.leader_election import LeaderElection, LostLeaseError
+from rollout_operator.cluster.object_cache import NAMESPACES, JobKey, ObjectCache, SelectedNamespaces, job_key
+from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
-from rollout_operator.http_server import MetricsCollector, OperatorServer
-from rollout_operator.informer import Informer
-from rollout_operator.kopf_watch import remove_missing_jobs, wait_until_served, watch_jobs
-from rollout_operator.kubernetes_api import CLUSTER_RUNTIMES, RUNTIMES, KubernetesApi, owned_kinds
-from rollout_operator.leader_election import LeaderElection, LostLeaseError
-from rollout_operator.object_cache import NAMESPACES, JobKey, ObjectCache, SelectedNamespaces, job_key
-from rollout_operator.observed import ClusterInfo
-from rollout_operator.reconciler import Reconciler
-from rollout_operator.scheduling import GANG_APIS, GANG_PLURAL
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.scheduling import GANG_APIS, GANG_PLURAL
 
 logger = logging.getLogger("rollout_operator")
 

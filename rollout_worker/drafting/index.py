@@ -61,10 +61,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rollout_store.history.records import TokenArray
 from rollout_worker.drafting import _native
 from rollout_worker.drafting._native import Draft
 from rollout_worker.drafting.batch import Batch
-from rollout_worker.history.records import TokenArray
 
 __all__ = [
     "POOL_TOKENS",

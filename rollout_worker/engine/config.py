@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_store.job.engine_errors import EngineError
+from rollout_store.models.model_source import max_positions
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.model_source import max_positions
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
 
 _MAX_DEFAULT_PLACES = 2048

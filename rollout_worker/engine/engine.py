@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
-from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
@@ -130,7 +130,7 @@ class Engine:
             request: the request.
             sample: index of the response, less than ``sampling.n``.
             prefix: tokens of the model from which to continue, instead of the request's own prefix; see
-                :func:`rollout_worker.engine.admission.can_continue`.
+                :func:`rollout_store.job.admission_rules.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
                 engine is killed, no more than these tokens and those of one verification step are lost.
             partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls. Tokens that

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rollout_worker.engine.errors import EngineError, translate_errors
+from rollout_store.job.engine_errors import EngineError, translate_errors
 
 _LIVENESS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.draft_settings import PROPOSER
-from rollout_worker.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

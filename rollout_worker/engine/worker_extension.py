@@ -23,9 +23,9 @@ from rollout_worker.engine.vllm_patches import (
 )
 
 if TYPE_CHECKING:
+    from rollout_store.history.sync import HistorySync
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
-    from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class _AbortedError(Exception):
 
 def _error_text(error: Exception) -> str:
     """Return the message of an expected error, and the type of another one, too."""
-    from rollout_worker.engine.errors import EngineError
+    from rollout_store.job.engine_errors import EngineError
 
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
@@ -213,12 +213,12 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
+        from rollout_store.history.store import HistoryStore
+        from rollout_store.history.sync import HistorySync
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
         from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
         from rollout_worker.engine.vllm_patches_v2 import is_output_rank
-        from rollout_worker.history.store import HistoryStore
-        from rollout_worker.history.sync import HistorySync
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B

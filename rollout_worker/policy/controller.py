@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers
+from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial

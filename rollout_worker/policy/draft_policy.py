@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers, with_row
+from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.step_cost import StepCost
 
 _RATE_WINDOW_STEPS = 32

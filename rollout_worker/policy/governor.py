@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers
+from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.draft_policy import Column, DraftBudgets
 
 EXPLORATION_SHARE = 0.005

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import redis
 
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from scripts.release.chart import check_chart, package_chart
 from scripts.release.distributions import Distributions, build_pure, build_wheel, check_contents, write_sbom
 from scripts.release.environments import (

@@ -18,7 +18,7 @@ from rollout_api import (
     RedisUnreachableError,
     RolloutClient,
 )
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import HISTORY, FakeJob, record_lengths
 from tests.support.redis_servers import Cluster

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_operator import names
-from rollout_operator.bundle_collector import bundle_config_map as kept_config_map
+from rollout_operator.cluster.bundle_collector import bundle_config_map as kept_config_map
+from rollout_operator.objects import names
 
 from rollout_api.bundle.archive import read_archive
 from rollout_api.bundle.cluster import Evidence

@@ -27,7 +27,7 @@ import yaml
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import RolloutId
-from rollout_worker.job.ledger import LedgerEntry
+from rollout_store.job.ledger import LedgerEntry
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
@@ -46,7 +46,7 @@ TRAINERS = 2
 """Trainers that use Redis. Another one uses the HTTP server."""
 HTTP_RANK = TRAINERS
 WAIT_FOR_PROCESS_S = 120.0
-SERVICES = "rollout_worker.job.services"
+SERVICES = "rollout_head.services"
 RESUMPTION_S = 3.0
 """Seconds within which engines sample again once there is another coordinator. They report tokens once a second."""
 
@@ -182,7 +182,7 @@ class ChaosJob:
         return len(journal.read_text().splitlines()) if journal.exists() else 0
 
     def _rollout(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "rollout_worker.cli", *arguments, "--redis", self.url, "--uid", UID]
+        return [sys.executable, "-m", "rollout_tools.cli", *arguments, "--redis", self.url, "--uid", UID]
 
     # faults
 

@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rollout_worker.cli import doctor as command
-from rollout_worker.cli.main import app
-from rollout_worker.doctor.findings import Section, error, ok, warning
+from rollout_tools.cli import doctor as command
+from rollout_tools.cli.main import app
+from rollout_tools.doctor.findings import Section, error, ok, warning
 from tests.support.redis_servers import Server
 
 MANIFEST: dict[str, Any] = {
@@ -174,7 +174,7 @@ def test_it_runs_without_optional_packages(tmp_path: Path) -> None:
         "    if name.removesuffix('-cpu') in missing: raise metadata.PackageNotFoundError(name)\n"
         "    return version(name)\n"
         "metadata.version = installed\n"
-        "from rollout_worker.cli.main import main\n"
+        "from rollout_tools.cli.main import main\n"
         f"sys.argv = ['rollout', 'doctor', '--cluster', '--json', '-f', {str(file)!r}]\n"
         "main()\n"
     )

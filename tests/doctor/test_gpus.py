@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.doctor.findings import GIB, MIB, Severity
-from rollout_worker.doctor.gpus import Gpu, GpuFacts, judge_gpus, read_gpus
+from rollout_tools.doctor.findings import GIB, MIB, Severity
+from rollout_tools.doctor.gpus import Gpu, GpuFacts, judge_gpus, read_gpus
 
 GPU = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -61,7 +61,7 @@ def read_from(directory: Path, failure: int = 0) -> subprocess.CompletedProcess[
     subprocess.run(["cc", *library, str(directory / "nvml.c")], check=True)
     program = (
         "import dataclasses, json\n"
-        "from rollout_worker.doctor.gpus import read_gpus\n"
+        "from rollout_tools.doctor.gpus import read_gpus\n"
         "print(json.dumps(dataclasses.asdict(read_gpus())))\n"
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(directory)}

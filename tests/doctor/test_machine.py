@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_worker.doctor.findings import GIB, MIB, Severity
-from rollout_worker.doctor.machine import (
+from rollout_tools.doctor.findings import GIB, MIB, Severity
+from rollout_tools.doctor.machine import (
     MachineFacts,
     VllmFacts,
     judge_machine,

@@ -9,8 +9,8 @@ import pytest
 
 from rollout_api import RolloutJob, parse_job
 from rollout_api.manifest.rollout_job import FieldError, ManifestError
-from rollout_worker.doctor.findings import GIB, Finding, Severity
-from rollout_worker.doctor.manifest import (
+from rollout_tools.doctor.findings import GIB, Finding, Severity
+from rollout_tools.doctor.manifest import (
     MemoryEstimate,
     ModelFacts,
     estimate_memory,

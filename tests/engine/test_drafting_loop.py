@@ -11,14 +11,14 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
+from rollout_store.history.store import HistoryStore
+from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.batch import Batch
 from rollout_worker.drafting.index import DraftCounts, SuffixIndex
 from rollout_worker.engine.draft_settings import DraftingConfig, DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.worker_extension import DraftingExtension
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.sync import HistorySync
 from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits, Marginal, make_policy
 from rollout_worker.policy.step_cost import CPU

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollout_api.manifest.spec import Sampling
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
 from tests.support.responses import PROMPT, PROMPTS, accepted_share, tokens_of

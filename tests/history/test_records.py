@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
-from rollout_worker.history.records import (
+from rollout_store.history.records import (
     BLOCK_COMPRESSION_LEVEL,
     RECORD_VERSION,
     HistoryRecord,

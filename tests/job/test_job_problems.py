@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_worker.cli.job_status import missing_coordinator, problems, problems_of_ended_job
-from rollout_worker.job.job_store import EngineReport
+from rollout_store.job import EngineReport
+from rollout_tools.cli.job_status import missing_coordinator, problems, problems_of_ended_job
 from tests.support.status_boards import status_board
 
 

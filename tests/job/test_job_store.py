@@ -22,9 +22,10 @@ from rollout_api.protocol.messages import Partial, RolloutRequest, WeightSpan, d
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.server_functions import read_source
 from rollout_api.redis_client.wire import Wire
-from rollout_worker.history.records import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.job_store import (
+from rollout_head.relay import Relay
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import (
     Admission,
     Assignment,
     EngineReport,
@@ -33,9 +34,8 @@ from rollout_worker.job.job_store import (
     StaleCoordinatorError,
     Stream,
 )
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.job_store.rollouts import AppendedTokens
-from rollout_worker.job.relay import Relay
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.rollouts import AppendedTokens
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for_async

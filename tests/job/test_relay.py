@@ -15,10 +15,10 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.records import START, HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.relay import Relay
+from rollout_head.relay import Relay
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import JobStore
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts

@@ -15,10 +15,10 @@ from textual.widgets import Static
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_worker.cli import top_view as view
-from rollout_worker.cli.top import LiveJob, predicted
-from rollout_worker.cli.top_view import TopApp
-from rollout_worker.job.job_store import RolloutProgress
+from rollout_store.job import RolloutProgress
+from rollout_tools.cli import top_view as view
+from rollout_tools.cli.top import LiveJob, predicted
+from rollout_tools.cli.top_view import TopApp
 from tests.support.job_messages import request, rollout
 
 NOW = 1000.0

@@ -24,21 +24,21 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Close, Message, RolloutId, RolloutRequest, decode, encode
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.job_store import EngineReport, JobStore, StaleCoordinatorError
-from rollout_worker.job.limits import CoordinatorLimits
-from rollout_worker.job.relay import Relay
-from rollout_worker.job.request_trace import RequestTrace, pack_trace
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.job.tracing import (
+from rollout_head.child_services import JobServices
+from rollout_head.coordinator import Coordinator
+from rollout_head.relay import Relay
+from rollout_head.tracing import (
     TraceExporter,
     is_tracing_requested,
     span_of_append,
     span_of_request,
     spans_of_rollout,
 )
-from rollout_worker.launch.services import JobServices
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import EngineReport, JobStore, StaleCoordinatorError
+from rollout_store.job.limits import CoordinatorLimits
+from rollout_store.job.request_trace import RequestTrace, pack_trace
+from rollout_store.job.setup import JobSetup
 from tests.support.in_process_job import manifest
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.otlp_collector import OtlpCollector, ReceivedSpan, collected_traces
@@ -531,8 +531,8 @@ def test_an_unknown_protocol_is_reported(
 
 def test_nothing_is_imported_without_traces() -> None:
     program = (
-        "import sys, rollout_worker.job.services\n"  # the Redis client imports parts of OpenTelemetry
-        "from rollout_worker.job.tracing import TraceExporter\n"
+        "import sys, rollout_head.services\n"  # the Redis client imports parts of OpenTelemetry
+        "from rollout_head.tracing import TraceExporter\n"
         "assert TraceExporter.from_environment('coordinator', 'default/traced', 'uid') is None\n"
         "print([name for name in sys.modules if name in ('opentelemetry.sdk.trace', 'opentelemetry.exporter')])"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_api import AsyncRolloutClient, FinishReason, Rollout
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.job.job_store import StaleCoordinatorError
+from rollout_store.job import StaleCoordinatorError
 from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.in_process_job import CHECKPOINT_TOKENS, LiveJob, manifest
 from tests.support.live_job_harness import (

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
-from rollout_operator.actions import DeleteWorkload, KeepBundle, Plan
-from rollout_operator.apply import execute
-from rollout_operator.bundle_collector import bundle_config_map, last_lines, pack, read_end
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.observed import Target
+from rollout_operator.cluster.apply import execute
+from rollout_operator.cluster.bundle_collector import bundle_config_map, last_lines, pack, read_end
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.objects.observed import Target
+from rollout_operator.planning.actions import DeleteWorkload, KeepBundle, Plan
 
 from rollout_api.bundle.archive import read_archive
 from rollout_api.bundle.cluster import ARCHIVE_KEY, ContainerLog, Evidence
@@ -136,7 +136,7 @@ def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypat
     def fail(*_: object) -> None:
         raise KeyError("metadata")
 
-    monkeypatch.setattr("rollout_operator.bundle_collector.bundle_config_map", fail)
+    monkeypatch.setattr("rollout_operator.cluster.bundle_collector.bundle_config_map", fail)
 
     async def store() -> None:
         configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")

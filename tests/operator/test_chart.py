@@ -21,22 +21,22 @@ from prometheus_client.registry import Collector
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rollout_operator.__main__ import parse_arguments
-from rollout_operator.admin_secret import admin_secret
-from rollout_operator.http_server import MetricsCollector
-from rollout_operator.job_context import JobContext
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.observed import ClusterInfo
-from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import head_pod
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster.admin_secret import admin_secret
+from rollout_operator.cluster.http_server import MetricsCollector
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.owned_objects import owned_objects
+from rollout_operator.objects.pods import head_pod
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
-from rollout_worker.history_service.service import HistoryCollector, ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
-from rollout_worker.job.job_store import EngineReport
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_store.history_service.service import HistoryCollector, ServiceState
+from rollout_store.job import EngineReport
 from scripts import crd
 from scripts.dashboards import dashboards
 from scripts.release.chart import package_chart
@@ -688,7 +688,7 @@ def test_the_readme_lists_every_value() -> None:
     [
         ("operator", "rollout_operator"),
         ("redis-users", "rollout_operator.redis_users"),
-        ("admin-secret", "rollout_operator.admin_secret"),
+        ("admin-secret", "rollout_operator.cluster.admin_secret"),
     ],
 )
 def test_a_process_of_the_operator_accepts_the_arguments_of_the_chart(name: str, module: str) -> None:

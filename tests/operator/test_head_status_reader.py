@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rollout_operator import head_status_reader, names
-from rollout_operator.head_status import EngineStatus, HeadStatus
-from rollout_operator.head_status_reader import HeadStatusReader
-from rollout_operator.observed import PodView
+from rollout_operator.cluster import head_status_reader
+from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.objects import names
+from rollout_operator.objects.head_status import EngineStatus, HeadStatus
+from rollout_operator.objects.observed import PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.status import EngineEntry, ServedStatus

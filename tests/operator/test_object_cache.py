@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 from kubernetes.aio.client import ApiClient
-from rollout_operator import names
 from rollout_operator.__main__ import parse_arguments
-from rollout_operator.http_server import MetricsCollector
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache, SelectedNamespaces, job_key
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster.http_server import MetricsCollector
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache, SelectedNamespaces, job_key
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
 

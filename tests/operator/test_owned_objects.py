@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_operator.owned_objects import needs_apply
+from rollout_operator.objects.owned_objects import needs_apply
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,18 @@ from typing import cast
 import aiohttp
 import pytest
 from kubernetes.aio.client import ApiClient
-from rollout_operator import head_status_reader, names
-from rollout_operator.head_status_reader import HeadStatusReader
-from rollout_operator.http_server import MetricsCollector, OperatorServer
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.observed import PodView
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster import head_status_reader
+from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.objects import names
+from rollout_operator.objects.observed import PodView
 
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
-from rollout_worker.history_service.service import HistoryServer, ServiceState
-from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.history_service.service import HistoryServer, ServiceState
 from tests.support.status_boards import status_board
 
 TOKEN = "a-token-of-thirty-two-characters"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rollout_worker.arrays import Floats, Integers
+from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.controller import DraftController, StepOutcome
 from rollout_worker.policy.draft_policy import DraftLimits, Marginal
 from rollout_worker.policy.step_cost import CPU, StepCost

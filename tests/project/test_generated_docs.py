@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_reference_of_the_command_line_is_that_of_the_code() -> None:
     parts = [
-        ("rollout_worker.cli.main", "--name", "rollout", "--title", "Command line"),
-        ("rollout_worker.history_service.cli", "--name", "rollout-history"),
+        ("rollout_tools.cli.main", "--name", "rollout", "--title", "Command line"),
+        ("rollout_store.history_service.cli", "--name", "rollout-history"),
     ]
     page = ""
     for module, *options in parts:

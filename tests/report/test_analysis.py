@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.timeline import Measurement
-from rollout_worker.report.acceptance import Acceptance, by_age, by_position, by_source
-from rollout_worker.report.engines import disabled_spans, engine_histories, engine_times, interruptions
-from rollout_worker.report.lengths import calibration, predictions, stats_before
-from rollout_worker.report.recording import DraftCounts, JobRecording, PastLength
-from rollout_worker.report.step_plots import arrange
-from rollout_worker.report.steps import (
+from rollout_tools.report.acceptance import Acceptance, by_age, by_position, by_source
+from rollout_tools.report.engines import disabled_spans, engine_histories, engine_times, interruptions
+from rollout_tools.report.lengths import calibration, predictions, stats_before
+from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
+from rollout_tools.report.step_plots import arrange
+from rollout_tools.report.steps import (
     PublishedVersions,
     RunningCount,
     Slowdown,
@@ -34,8 +34,8 @@ from rollout_worker.report.steps import (
     timed_steps,
     training_steps,
 )
-from rollout_worker.report.summary import findings as findings_of
-from rollout_worker.report.summary import summarize
+from rollout_tools.report.summary import findings as findings_of
+from rollout_tools.report.summary import summarize
 from tests.support.recordings import START, ended, engine, measurement, recording, small_job
 
 _TIMES = st.floats(0, 1000)

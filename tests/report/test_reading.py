@@ -19,12 +19,12 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
 from rollout_api.redis_client.checks import RedisUnusableError
-from rollout_worker.history.contents import decoder_of, show_ids
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.job.job_store import EngineReport, JobStore
-from rollout_worker.job.job_store.job_record import JobDescription
-from rollout_worker.report.reading import NothingToReportError, read_problem, read_recording
-from rollout_worker.report.recording import (
+from rollout_store.history.contents import decoder_of, show_ids
+from rollout_store.history.records import HistoryRecord
+from rollout_store.job import EngineReport, JobStore
+from rollout_store.job.job_record import JobDescription
+from rollout_tools.report.reading import NothingToReportError, read_problem, read_recording
+from rollout_tools.report.recording import (
     JobRecording,
     PastLength,
     RecordingError,
@@ -32,7 +32,7 @@ from rollout_worker.report.recording import (
     load_recording,
     save_recording,
 )
-from rollout_worker.tiny_model.tokenizer import build_tokenizer
+from rollout_tools.tiny_model.tokenizer import build_tokenizer
 from tests.support.history_contents import KEYS, fill, open_history
 from tests.support.job_messages import request, rollout
 from tests.support.recordings import engine, measurement, small_job

@@ -18,12 +18,12 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.reference_model import LoopThread
 

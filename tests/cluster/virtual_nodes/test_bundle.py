@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from rollout_api.bundle.archive import read_archive
 from tests.support.cluster.control_plane import ControlPlane

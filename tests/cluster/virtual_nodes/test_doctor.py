@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from rollout_api import parse_job
-from rollout_worker.doctor.cluster.examination import examine_cluster
-from rollout_worker.doctor.findings import Finding, Severity
+from rollout_tools.doctor.cluster.examination import examine_cluster
+from rollout_tools.doctor.findings import Finding, Severity
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import CRDS, ControlPlane

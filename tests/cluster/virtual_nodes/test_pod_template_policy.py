@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes.client import ApiException
-from rollout_operator.job_context import JobContext
-from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
-from rollout_operator.strategic_merge import PatchError
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
+from rollout_operator.objects.strategic_merge import PatchError
 
 from rollout_api import parse_job
 from rollout_api.manifest.rollout_job import API_VERSION, KIND

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis
-from rollout_operator.names import redis_secret
+from rollout_operator.objects.names import redis_secret
 from rollout_operator.redis_users import user_prefix
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
@@ -109,7 +109,13 @@ def test_the_admin_secret_is_created_once_with_the_permissions_of_the_chart(
     cluster: CompleteControlPlane, jobs: Jobs, permitted: Path
 ) -> None:
     def create(kubeconfig: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rollout_operator.admin_secret", f"{jobs.namespace}/admin", "redis:6379"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollout_operator.cluster.admin_secret",
+            f"{jobs.namespace}/admin",
+            "redis:6379",
+        ]
         variables = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         return subprocess.run(command, env=variables, capture_output=True, text=True)
 

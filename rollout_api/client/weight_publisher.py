@@ -203,8 +203,9 @@ class WeightPublisher:
         started = last_log = time.monotonic()
         while True:
             is_adopted = await self._is_adopted(publication)
-            engines = await self.engines()
+            engines, ended = await self.engines(), {}
             if transfer is not None:
+                ended = dict.fromkeys(set(transfer.engines) - engines.keys(), "the engine has ended")
                 engines = {engine: report for engine, report in engines.items() if engine in transfer.engines}
             loaded = [engine for engine, report in engines.items() if report["version"] >= version]
             failed = {
@@ -215,7 +216,8 @@ class WeightPublisher:
                 and report.get("loads", 1) > before.get(engine, {}).get("loads", 0)
             }
             loading = sorted(engines.keys() - failed.keys() - set(loaded))
-            if is_adopted and engines and not loading:
+            failed |= ended
+            if is_adopted and (engines or ended) and not loading:
                 break
             now = time.monotonic()
             state = _describe_state(is_adopted, engines, loading)

@@ -191,25 +191,23 @@ def test_the_client_of_a_job_is_one_for_vllms_senders(job_harness: JobHarness) -
 def test_weights_are_sent_in_several_parts(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
         tensors = list(load(job_harness, 1).named_parameters())
-        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, packed=False)
-        await client.start_weight_update(7)
-        for part in (tensors[:5], tensors[5:]):
-            described = update_info(ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part)
-            receiving = asyncio.ensure_future(client.update_weights(described))
-            for _, tensor in part:
-                await asyncio.to_thread(sender.model_update_group.broadcast, tensor.detach(), 0)
-            await receiving
-        await client.finish_weight_update()
-        await assert_all_sample_with(job_harness, running, client, 7, 1)
 
-        # An incomplete update is not served.
-        await client.start_weight_update(8)
-        described = update_info([ParamMeta(tensors[0][0], tensors[0][1].dtype, tuple(tensors[0][1].shape))])
-        receiving = asyncio.ensure_future(client.update_weights(described))
-        await asyncio.to_thread(sender.model_update_group.broadcast, tensors[0][1].detach(), 0)
-        await receiving
-        with pytest.raises(WeightsError, match="it must have all of the model's tensors"):
+        async def send(version: int, *parts: list[tuple[str, torch.Tensor]]) -> None:
+            sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, packed=False)
+            await client.start_weight_update(version)
+            for part in parts:
+                described = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part]
+                receiving = asyncio.ensure_future(client.update_weights(update_info(described)))
+                for _, tensor in part:
+                    await asyncio.to_thread(sender.model_update_group.broadcast, tensor.detach(), 0)
+                await receiving
             await client.finish_weight_update()
+
+        with pytest.raises(WeightsError, match="it must have all of the model's tensors"):
+            await send(3, tensors[:5])
+        await assert_all_sample_with(job_harness, running, client, 0, 0)
+        await send(7, tensors[:5], tensors[5:])
+        await assert_all_sample_with(job_harness, running, client, 7, 1)
 
     run(job_harness, transfer)
 

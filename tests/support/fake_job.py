@@ -230,7 +230,7 @@ class FakeJob:
         paused: str = "",
         **fields: object,
     ) -> None:
-        """Write an engine's report and its lease."""
+        """Write an engine's report and its lease, which does not expire."""
         report = {
             "version": version,
             "failed": failed or {},
@@ -240,7 +240,7 @@ class FakeJob:
             **fields,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
-        self.redis.set(self.keys.lease(engine), "1", px=60_000)
+        self.redis.set(self.keys.lease(engine), "1")
 
     # Serving.
 

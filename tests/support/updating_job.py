@@ -45,9 +45,9 @@ class UpdatingJob(FakeJob):
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.updates.append(message)
+                self.adopt_update(message, entry)
                 if (reason := self.load(message)) is not None:
                     self.finish(message, reason)
-                self.adopt_update(message, entry)
         self.continue_loading()
         for request in self.requests():
             self.received.append(request)

@@ -98,7 +98,7 @@ def test_the_page_lists_every_key_that_a_client_uses() -> None:
     page, keys = protocol_docs.PAGE.read_text(), MessageKeys("<uid>")
     used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<request id>")]
     used += [keys.result_updates("<client>"), keys.refusal("<request id>"), keys.unreleased("<client>")]
-    used += [keys.results_written, keys.results_read, keys.ledger("<request id>")]
+    used += [keys.results_written, keys.results_read, keys.newest_steps, keys.ledger("<request id>")]
     used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead_letters, job_uid_key("<namespace>/<name>")]
     assert [] == [key for key in used if f"`{key}`" not in page]
 

@@ -320,8 +320,8 @@ class Inbox:
 class PromptRequest(OpenRequest):
     """The request for a prompt of a step, whose rollouts are put into the step's inbox one by one."""
 
-    def __init__(self, request: PreparedRequest, inbox: Inbox) -> None:
-        super().__init__(request)
+    def __init__(self, request: PreparedRequest, inbox: Inbox, *, may_be_answered: bool) -> None:
+        super().__init__(request, may_be_answered=may_be_answered)
         self._inbox = inbox
         inbox.num_missing += request.n
         inbox.num_total += request.n

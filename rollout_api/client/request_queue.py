@@ -74,13 +74,19 @@ class RequestQueue:
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
         self._sent_since_status, self._answered_before_status = 0, self._reader.num_answered
 
-    def _has_room(self, num_rollouts: int) -> bool:
-        """Return whether the job takes this many more rollouts, by the coordinator's count and by this client's."""
+    def _has_room(self, num_rollouts: int, num_in_batch: int) -> bool:
+        """Return whether the job takes more rollouts, by the coordinator's count and by this client's.
+
+        Args:
+            num_rollouts: number of rollouts of a request.
+            num_in_batch: number of rollouts that are about to be sent before.
+        """
         in_job = self._requests.num_awaited
         if self._open_in_job is not None:
             # Rollouts that have ended since the job's last status are not open in the job any more.
             num_answered = self._reader.num_answered - self._answered_before_status
             in_job = max(in_job, self._open_in_job + self._sent_since_status - num_answered)
+        in_job += num_in_batch
         # A job in which nothing is open takes every request that passed validation.
         return not in_job or in_job + num_rollouts <= self._job.max_rollouts
 
@@ -173,7 +179,7 @@ class RequestQueue:
             if opened.has_ended:
                 continue
             # An ended job needs no room: its requests only fail.
-            has_room = not is_full and self._has_room(num_rollouts + opened.num_missing)
+            has_room = not is_full and self._has_room(opened.num_missing, num_rollouts)
             if has_room or not opened.may_wait or self._requests.ending is not None:
                 batch.append(opened)
                 num_rollouts += opened.num_missing * has_room
@@ -207,7 +213,7 @@ class RequestQueue:
         excess: list[OpenRequest] = []
         num_rollouts = 0
         for opened in batch:
-            fits = opened.may_wait or self._has_room(num_rollouts + opened.num_missing)
+            fits = opened.may_wait or self._has_room(opened.num_missing, num_rollouts)
             (admitted if fits else excess).append(opened)
             num_rollouts += opened.num_missing * fits
         if excess:

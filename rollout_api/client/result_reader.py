@@ -93,12 +93,14 @@ class ResultReader:
     async def run(self) -> None:
         """Read updates and results until this task is cancelled."""
         failing_since: float | None = None
-        pacer = BatchPacer()
+        pacer, next_read = BatchPacer(), 0.0
         checked_at = time.monotonic()
         while True:
             try:
+                await asyncio.sleep(max(0.0, next_read - time.monotonic()))
                 updated, num_updates = await self._read_updates()
                 now = time.monotonic()
+                next_read = now + pacer.pause(num_updates, now)
                 if failing_since is not None:
                     await self._recover()
                     failing_since, checked_at = None, now
@@ -111,7 +113,6 @@ class ResultReader:
                         if opened.is_announced:
                             opened.notify()
                 await self._report_read()
-                await asyncio.sleep(pacer.pause(num_updates, time.monotonic()))
             except redis.RedisError as error:
                 failing_since = failing_since or time.monotonic()
                 try:

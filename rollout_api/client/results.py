@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -27,7 +28,7 @@ from rollout_api.protocol.keys import LEDGER_RETENTION_S, MessageKeys
 from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.retry import ClientRetryPolicy
-from rollout_api.redis_client.server_functions import async_function
+from rollout_api.redis_client.server_functions import async_function, execute_even_when_full
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class Results:
         )
         self._queue = RequestQueue(client, job, self._requests, sender, self._reader, policy)
         self._tasks: list[asyncio.Task[None]] = []
+        self._newest_step = -1
+        """Greatest number of a step that was opened under this name."""
 
     async def open(self) -> None:
         """Receive results from now on, and send requests.
@@ -75,9 +78,8 @@ class Results:
         """
         await self._reader.open()
         if self._leftovers is not None:
-            found: Any = await self._policy.run(
-                lambda: self._client.smembers(self._keys.unreleased(self._name)), action="receive rollouts"
-            )
+            found, newest_step = await self._policy.run(self._read_earlier, action="receive rollouts")
+            self._newest_step = int(newest_step or -1)
             self._leftovers.add((request_id.decode() for request_id in found), when=0)
             if found:
                 logger.info(
@@ -89,6 +91,27 @@ class Results:
             asyncio.create_task(self._queue.run(), name=f"requests of {self._name}"),
             asyncio.create_task(self._reader.run(), name=f"results of {self._name}"),
         ]
+
+    async def _read_earlier(self) -> Any:
+        """Read which requests have results, and the newest step, of earlier processes with this name."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.smembers(self._keys.unreleased(self._name))
+        pipeline.hget(self._keys.newest_steps, self._name)
+        return await pipeline.execute()
+
+    async def open_step(self, number: int) -> bool:
+        """Record that a step is opened; return whether its requests may have been sent before.
+
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        if number <= self._newest_step:
+            return True
+        key = self._keys.newest_steps
+        command = partial(execute_even_when_full, self._client, key, "HSET", key, self._name, number)
+        await self._policy.run(command, action="open a step")
+        self._newest_step = max(self._newest_step, number)
+        return False
 
     async def close(self, error: RolloutClientError) -> None:
         """Stop sending and receiving; whoever waits for results gets *error*."""

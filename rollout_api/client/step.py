@@ -107,6 +107,8 @@ class AsyncStep:
         """First id of each request → index of its prompt; -1 for a turn."""
         self._is_running = False
         self._is_cancelled = False
+        self._may_be_answered = True
+        """Whether the step, or one after it, was opened before under the client's name."""
         self._num_opened_before = 0
         self._num_trajectories = 0
 
@@ -122,14 +124,16 @@ class AsyncStep:
             raise InvalidRequestError(f"step {self.number} is open already")
         prepared = await asyncio.to_thread(self.prepare_requests)
         context = self._context
+        may_be_answered = await context.results.open_step(self.number)
         if context.job_is_closed:
             raise InvalidRequestError(f"step {self.number}: this client has closed the job")
         ids = {request.request_id: index for index, request in enumerate(prepared)}
         if not context.open_ids.isdisjoint(ids):
             raise InvalidRequestError(f"step {self.number} with these prompts is open already")
         self._inbox, self._ids, self._ended_turns, self._num_trajectories = Inbox(), ids, [], 0
-        self._is_running, self._is_cancelled = True, False
-        self._requests, self._turns = [PromptRequest(request, self._inbox) for request in prepared], {}
+        self._is_running, self._is_cancelled, self._may_be_answered = True, False, may_be_answered
+        self._requests = [PromptRequest(request, self._inbox, may_be_answered=may_be_answered) for request in prepared]
+        self._turns = {}
         self._num_opened_before = context.leftovers.open_step()
         context.open_ids.update(ids)
         context.open_steps.add(self)
@@ -392,7 +396,7 @@ class AsyncStep:
             raise RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
         self._ids |= ids
         self._context.open_ids.update(ids)
-        requests = [AwaitedRequest(request) for request in prepared]
+        requests = [AwaitedRequest(request, may_be_answered=self._may_be_answered) for request in prepared]
         self._turns |= dict.fromkeys(requests)
         self._inbox.num_total += len(requests)
         self._context.results.add(requests)

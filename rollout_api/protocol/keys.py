@@ -107,6 +107,11 @@ class MessageKeys:
         return self._key("results-read")
 
     @property
+    def newest_steps(self) -> str:
+        """Hash, written by clients: client → greatest number of a step that it has opened."""
+        return self._key("newest-steps")
+
+    @property
     def rewards(self) -> str:
         """Stream, written by clients: rewards of rollouts, each deleted once it is recorded in the history."""
         return self._key("rewards")

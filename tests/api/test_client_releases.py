@@ -148,3 +148,16 @@ def test_client_can_connect_while_redis_is_full(redis_url: str, job: FakeJob) ->
 
     with job.out_of_memory():
         run(trainer())
+
+
+def test_a_job_in_which_nothing_is_open_takes_one_request_that_is_too_large(redis_url: str) -> None:
+    job = FakeJob(redis_url, max_rollouts=3)
+    job.publish_status()
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
+        [request] = job.wait_for_requests(1)
+        job.answer(request)
+        assert 2 == len([rollout for _, rollout in zip(range(2), step, strict=False)])
+        job.publish_status()
+        [request] = job.wait_for_requests(1)
+        with job.serving():
+            assert 4 == len(list(step))

@@ -335,3 +335,12 @@ def test_awaited_rollouts_are_counted_through_errors_cancellations_and_repetitio
             assert 0 == client.num_awaited
 
     run(trainer())
+
+
+def test_a_restarted_trainer_knows_the_newest_step(redis_url: str, job: FakeJob) -> None:
+    """Requests of steps that are newer than all others are sent without a look at what there is."""
+    for step, newest in [(3, b"3"), (4, b"4"), (2, b"4"), (4, b"4")]:
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            assert 6 == sum(map(len, client.generate(PROMPTS, step=step)))
+        assert newest == job.redis.hget(job.keys.newest_steps, "trainer")
+    assert 4 * 6 == len(set(job.sampled))

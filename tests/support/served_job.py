@@ -96,7 +96,7 @@ class ServedJob(FakeJob):
         for sample in range(self.num_samples(request)):
             rollout = self.rollout(request, sample, texts[sample % len(texts)], end)
             self.sampled.append(rollout.rollout_id)
-            self.keep(request, str(sample), rollout)
+            self.keep(request, rollout)
         self.delete_request(request)
 
     def stream_text(self, request: RolloutRequest, sample: int, text: str, *, after: str = "") -> None:

@@ -48,7 +48,7 @@ def constants(node: ast.expr) -> Iterator[str]:
 def reasons_in(module: str) -> set[str]:
     """Return the reasons that a module names in calls, results and constants."""
     found: set[str] = set()
-    tree = ast.parse((OPERATOR / f"{module}.py").read_text())
+    tree = ast.parse(next(OPERATOR.glob(f"**/{module}.py")).read_text())
     for node in ast.walk(tree):
         expressions: list[ast.expr] = []
         if isinstance(node, ast.Call):
@@ -70,7 +70,7 @@ def reasons_in(module: str) -> set[str]:
 
 def disruptions() -> set[str]:
     """Return the reasons of failed pods that are listed in sets and mappings."""
-    tree = ast.parse((OPERATOR / "failures.py").read_text())
+    tree = ast.parse((OPERATOR / "planning" / "failures.py").read_text())
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     actions = {"FailJob", "Replace", "Ignore", "In", "Error"}
     return {text for text in texts if REASON.fullmatch(text)} - actions
@@ -101,7 +101,7 @@ def test_every_reason_and_every_event_is_explained() -> None:
 
 
 def test_every_explained_reason_exists() -> None:
-    code = "".join(path.read_text() for path in OPERATOR.glob("*.py"))
+    code = "".join(path.read_text() for path in OPERATOR.glob("**/*.py"))
     conditions, events = explained(section("Conditions")), explained(section("Events"))
     names = (conditions | events) - {kind.value for kind in ConditionType} - {state.value for state in State}
     # Those that the kubelet and the scheduler report, and the operator passes on.

@@ -137,7 +137,7 @@ def _lora_config(engine_spec: EngineSpec) -> Any:
     """Return vLLM's configuration of adapters; None if the engines load none."""
     from vllm.config import LoRAConfig
 
-    from rollout_worker.engine.compat import lora_rank
+    from rollout_worker.engine.config import lora_rank
 
     if not engine_spec.max_lora_rank:
         return None

@@ -233,12 +233,15 @@ class SglangApi:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
-        # Omitted if it has no effect, because jobs of earlier versions do not know it.
-        experts = {"routed_experts": True} if body.return_routed_experts else {}
         prompt = Prompt(
             token_ids=prompt_tokens,
             problem_id=fields.problem_id,
-            sampling={**body.sampling_params.overrides(), **experts, "n": 1, "logprobs": body.return_logprob},
+            sampling={
+                **body.sampling_params.overrides(),
+                "n": 1,
+                "logprobs": body.return_logprob,
+                "routed_experts": body.return_routed_experts,
+            },
             purpose=fields.purpose,
             priority=fields.priority,
             deadline_seconds=fields.deadline_seconds,

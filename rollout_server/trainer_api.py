@@ -18,8 +18,8 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver
 
-from rollout_api.client.adapter_names import NamedAdapter
 from rollout_api.client.request_client import RequestClient
+from rollout_api.client.server_records import NamedAdapter
 from rollout_api.protocol.messages import PauseMode, WeightsKind
 from rollout_server.engine_core import http_errors
 from rollout_server.job_engine import JobEngine

@@ -17,7 +17,6 @@ from rollout_api.client.connection import CLOSED
 from rollout_api.client.group_queue import AsyncGroupQueue, Group, RewardFunction
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
@@ -89,9 +88,9 @@ class Step:
         self._taken.clear()  # rollouts that were left over before the step was opened again are delivered again
         return self
 
-    def end(self, *, acknowledge: bool = True) -> None:
+    def end(self, *, release: bool = True) -> None:
         """See :meth:`AsyncStep.end`."""
-        self._loop.run(self._step.end(acknowledge=acknowledge))
+        self._loop.run(self._step.end(release=release))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -99,7 +98,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.end(acknowledge=error is None)
+        self.end(release=error is None)
 
     def __iter__(self) -> Iterator[Rollout]:
         """See :meth:`AsyncStep.__aiter__`."""
@@ -186,7 +185,7 @@ class GroupQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._loop.run(self._queue.end(acknowledge=error is None))
+        self._loop.run(self._queue.end(release=error is None))
 
     def take(self, count: int) -> list[Group]:
         """See :meth:`AsyncGroupQueue.take`."""
@@ -248,7 +247,6 @@ class RolloutClient:
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
-        limits: ClientLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Connect to a job; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
         return cls(
@@ -260,7 +258,6 @@ class RolloutClient:
                 timeout=timeout,
                 reconnect_timeout=reconnect_timeout,
                 history_redis=history_redis,
-                limits=limits,
             )
         )
 

@@ -70,19 +70,6 @@ class FinishReason(StrEnum):
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Capability(StrEnum):
-    """What jobs of later versions offer in addition to version 1 of the protocol."""
-
-    KEPT_RESULTS = "kept-results"
-    """Requests may have ``keep_seconds``."""
-    STREAMED_TOKENS = "streamed-tokens"
-    """Requests may have ``stream``."""
-    PAUSE = "pause"
-    """The job can be paused and resumed."""
-    STALENESS = "staleness"
-    """Requests may have ``min_weight_version`` and ``max_staleness``."""
-
-
 class DraftMode(StrEnum):
     """What a request's rollouts are drafted from. No mode changes the output distribution."""
 
@@ -318,7 +305,7 @@ class RolloutRequest(_Message):
     reply_to: str = Field(
         default="trainer",
         pattern=CLIENT_PATTERN,
-        description="Name of the client whose result stream receives the rollouts.",
+        description="Name of the client that is told about the results.",
     )
     problem_id: str = Field(
         default="",
@@ -374,13 +361,13 @@ class RolloutRequest(_Message):
         default=None,
         ge=1,
         le=MAX_KEEP_SECONDS,
-        description="Keep the rollouts under the id of the request, where every process can read them, for this many "
-        "seconds after the last of them, instead of sending them to the client's result stream.",
+        description="Seconds for which the rollouts are kept after the last of them. Default: until the client "
+        "releases them.",
     )
     stream: bool = Field(
         default=False,
-        description="Let every process read the tokens while they are sampled. It needs keep_seconds. Responses with "
-        "presence or frequency penalties are not streamed, because an interrupted one begins anew.",
+        description="Let every process read the tokens while they are sampled. Responses with presence or frequency "
+        "penalties are not streamed, because an interrupted one begins anew.",
     )
     traceparent: str | None = Field(
         default=None,
@@ -391,8 +378,6 @@ class RolloutRequest(_Message):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        if self.stream and self.keep_seconds is None:
-            raise ValueError("stream needs keep_seconds")
         if self.stream and self.max_staleness is not None:
             raise ValueError("stream excludes max_staleness: tokens that were streamed cannot be sampled again")
         if self.weight_version is not None and (self.min_weight_version, self.max_staleness) != (None, None):
@@ -559,11 +544,6 @@ class Refusal(_Message):
     kind: Literal["refusal"] = "refusal"
     request_id: str = Field(description="Id of the refused request.")
     reason: str = Field(description="Why the request was refused.")
-    already_answered: bool = Field(
-        default=False,
-        description="Whether the request was answered before. Send it with another request id to have it sampled "
-        "again.",
-    )
 
 
 class WeightTransfer(_Message):
@@ -601,7 +581,7 @@ class WeightUpdate(_Message):
     sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
+        description="Checksum of the weights. Default: they are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
 

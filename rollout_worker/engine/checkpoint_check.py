@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rollout_worker.engine.model_source import ModelError
+from rollout_store.models.model_source import ModelError
 
 _SAFETENSORS_DTYPES = {
     "bfloat16": "BF16",

@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.adapters import Adapters
-from rollout_worker.engine.compat import engine_args
-from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
-from rollout_worker.engine.decoding_pause import DecodingPause
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
-from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
+from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
+from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
 from rollout_worker.engine.weight_loading import Updates, WeightLoader
-from rollout_worker.engine.weight_versions import WeightVersionTracker
 
+_HISTORY_POLL_INTERVAL_S = 0.02
+"""Seconds between two checks whether the announced history can be drafted from."""
 _STARTING = threading.Lock()
 """Held while an engine of this process starts. vLLM inherits this process's environment variables and replaces its
 metrics in the process's registry, so that two engines that start at the same time can take each other's variables, or
@@ -132,7 +130,7 @@ class Engine:
             request: the request.
             sample: index of the response, less than ``sampling.n``.
             prefix: tokens of the model from which to continue, instead of the request's own prefix; see
-                :func:`rollout_worker.engine.admission.can_continue`.
+                :func:`rollout_store.job.admission_rules.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
                 engine is killed, no more than these tokens and those of one verification step are lost.
             partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls. Tokens that
@@ -269,7 +267,7 @@ class Engine:
         )
         deadline = time.monotonic() + timeout_s
         while not (ready := await self._is_history_ready()) and time.monotonic() < deadline:
-            await asyncio.sleep(HISTORY_POLL_INTERVAL_S)
+            await asyncio.sleep(_HISTORY_POLL_INTERVAL_S)
         return ready
 
     async def _is_history_ready(self) -> bool:

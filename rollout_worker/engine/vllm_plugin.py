@@ -1,4 +1,4 @@
-"""The vLLM plugin, which vLLM loads in each of its processes."""
+"""The vLLM plugin, which vLLM loads in each of its processes; see :mod:`rollout_worker.engine.vllm_patches_v2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from rollout_api.weights.gloo import GLOO
-    from rollout_worker.engine.compat_v2 import install
+    from rollout_worker.engine.vllm_patches_v2 import install
 
     install()
     if GLOO not in WeightTransferEngineFactory._registry:

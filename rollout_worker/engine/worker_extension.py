@@ -13,19 +13,19 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.engine.compat import (
+from rollout_worker.engine.draft_settings import DraftingConfig
+from rollout_worker.engine.vllm_patches import (
     enable_amx,
     packing_experts,
     repacking_output_projection,
     reset_failed_reload,
     unpickling_nccl_ids_only,
 )
-from rollout_worker.engine.drafting_config import DraftingConfig
 
 if TYPE_CHECKING:
+    from rollout_store.history.sync import HistorySync
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
-    from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
 
 logger = logging.getLogger(__name__)
@@ -75,14 +75,14 @@ class EngineExtension:
         threading.Thread(target=exit_with_host, name="exit-with-host", daemon=True).start()
 
     def das_rewind_generators(self) -> bool:
-        """See :func:`rollout_worker.engine.compat.rewind_cpu_generators`."""
-        from rollout_worker.engine.compat import rewind_cpu_generators
+        """See :func:`rollout_worker.engine.vllm_patches.rewind_cpu_generators`."""
+        from rollout_worker.engine.vllm_patches import rewind_cpu_generators
 
         return rewind_cpu_generators(self.model_runner)
 
     def das_patch_adapters(self) -> bool:
-        """See :func:`rollout_worker.engine.compat.patch_adapter_rows`."""
-        from rollout_worker.engine.compat import patch_adapter_rows
+        """See :func:`rollout_worker.engine.vllm_patches.patch_adapter_rows`."""
+        from rollout_worker.engine.vllm_patches import patch_adapter_rows
 
         return patch_adapter_rows()
 
@@ -188,7 +188,7 @@ class _AbortedError(Exception):
 
 def _error_text(error: Exception) -> str:
     """Return the message of an expected error, and the type of another one, too."""
-    from rollout_worker.engine.errors import EngineError
+    from rollout_store.job.engine_errors import EngineError
 
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
@@ -213,14 +213,14 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
+        from rollout_store.history.store import HistoryStore
+        from rollout_store.history.sync import HistorySync
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
-        from rollout_worker.engine.compat import is_output_rank, patch_sampling_without_drafts
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
-        from rollout_worker.history.store import HistoryStore
-        from rollout_worker.history.sync import HistorySync
+        from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
+        from rollout_worker.engine.vllm_patches_v2 import is_output_rank
         from rollout_worker.policy.controller import DraftController
-        from rollout_worker.policy.draft_policy import DraftLimits
-        from rollout_worker.policy.policies import make_policy
+        from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if self._das_uses_v2:
@@ -271,8 +271,8 @@ class DraftingExtension(EngineExtension):
 
     def _das_schedule_drafts(self) -> DraftScheduling:
         """Let the V2 model runner of this rank verify the drafts of the rank that drafts."""
-        from rollout_worker.engine.compat_v2 import broadcast_drafts, check
         from rollout_worker.engine.speculator import DraftScheduling
+        from rollout_worker.engine.vllm_patches_v2 import broadcast_drafts, check
 
         check(self.model_runner, self.vllm_config)
         return DraftScheduling(self, broadcast_drafts(self.vllm_config))
@@ -305,7 +305,7 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.labeled_counters import labeled_counters
+        from rollout_worker.engine.metrics import labeled_counters
 
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)

@@ -452,10 +452,3 @@ def test_the_history_receives_no_routed_experts() -> None:
 def test_fields_of_the_prompt_have_equal_lengths() -> None:
     with pytest.raises(ValueError, match="fields about the prompt's tokens have different lengths"):
         Partial(token_ids=[], weight_spans=[], prompt_logprobs=[-1.0], prompt_ranks=[1, 2])
-
-
-def test_a_request_that_is_streamed_must_be_kept() -> None:
-    fields = {"job_uid": "job", "request_id": "r", "prompt_token_ids": [1]}
-    with pytest.raises(ValueError, match="stream needs keep_seconds"):
-        RolloutRequest.model_validate(fields | {"stream": True})
-    assert RolloutRequest.model_validate(fields | {"stream": True, "keep_seconds": 5}).stream

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from rollout_api import ModelInMemory
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model, small_qwen3_moe
 

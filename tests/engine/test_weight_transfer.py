@@ -20,9 +20,9 @@ from vllm.distributed.utils import StatelessProcessGroup
 from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
 from rollout_api.protocol.messages import UpdateMode
-from rollout_worker.engine.compat import load_nccl_id, unpickling_nccl_ids_only
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import EngineError
+from rollout_worker.engine.vllm_patches import load_nccl_id, unpickling_nccl_ids_only
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT

@@ -10,7 +10,7 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.weights.checksum import checksum
-from rollout_worker.job.job_store import JobStore, weight_checksums
+from rollout_store.job import JobStore, weight_checksums
 
 
 class Computations:

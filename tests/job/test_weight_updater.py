@@ -14,12 +14,12 @@ from rollout_api import WeightUpdate, encode
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import InitWeightTransfer, TransferStep, WeightTransfer
+from rollout_store.job import EngineReport, JobStore
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.job.engine_worker import weight_updater
-from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
-from rollout_worker.job.job_store import EngineReport, JobStore
-from rollout_worker.job.weight_directories import UnusableWeightsError
+from rollout_worker.engine_worker import weight_updater
+from rollout_worker.engine_worker.weight_directories import UnusableWeightsError
+from rollout_worker.engine_worker.weight_updater import WeightUpdater
 from tests.support.manifests import SMALL_CPU_ENGINE
 
 UPDATE = WeightUpdate(weight_version=5, uri="memory:1", transfer=WeightTransfer(group="g", engines=["engine"], base=4))

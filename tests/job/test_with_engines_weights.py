@@ -23,7 +23,7 @@ from rollout_api import (
     WeightsError,
 )
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.errors import EngineError
+from rollout_store.job.engine_errors import EngineError
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import (
     ENDLESS,
@@ -42,6 +42,7 @@ from tests.support.reference_model import (
     make_model,
     merged_distribution,
 )
+from tests.support.results_in_redis import num_kept
 
 
 def versions(rollouts: list[Rollout]) -> set[int]:
@@ -173,7 +174,7 @@ def test_an_update_does_not_wait_for_a_pinned_rollout_that_waits_for_the_update(
             job_store.job.weights = read_slowly
         sampling = Sampling(n=4, max_tokens=20, allowed_token_ids=ENDLESS)
         async with client.step(1, prompts(60, sampling=sampling, weight_version=0)) as pinned:
-            await running.until(lambda: running.redis.xlen(running.keys.results("trainer")) > 20)
+            await running.until(lambda: num_kept(running.redis, running.keys) > 20)
             loaded = await client.publish_weights(1, job_harness.models / "1", timeout=40)
             assert 2 == len(loaded.loaded)
             old = [rollout async for rollout in pinned]

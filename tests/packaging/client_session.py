@@ -13,13 +13,14 @@ import sys
 import rollout_api
 from rollout_api import RolloutClient
 
-NEEDS_NUMPY = "rollout_api.arrays"
+NEED_MORE_PACKAGES = {"rollout_api.arrays", "rollout_api.http_server"}
 
 
 def import_modules() -> None:
-    """Import every module, except for the adapters, each of which needs its trainer, and the one that needs NumPy."""
+    """Import every module, except for the adapters, each of which needs its trainer, and those that need
+    NumPy or an HTTP server."""
     for module in pkgutil.walk_packages(rollout_api.__path__, "rollout_api."):
-        if not module.name.startswith("rollout_api.integrations.") and module.name != NEEDS_NUMPY:
+        if not module.name.startswith("rollout_api.integrations.") and module.name not in NEED_MORE_PACKAGES:
             importlib.import_module(module.name)
 
 

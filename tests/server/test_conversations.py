@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from rollout_api import FinishReason, Rollout, RolloutRequest
-from rollout_api.client.turn_records import TurnRecord
+from rollout_api.client.server_records import TurnRecord
 from rollout_server.conversations import ConversationText, continue_conversation
 from tests.support.served_job import MODEL_NAME, ServedJob, serving
 

@@ -18,7 +18,6 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, Refusal, RolloutRequest
-from rollout_api.manifest.spec import Sampling
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -265,18 +264,6 @@ def test_end_tokens_of_the_model_can_be_ignored(openai: OpenAI, job: ServedJob) 
         answer,
     )
     assert (f"two{end} three{end}", "stop") == (completion.choices[0].text, completion.choices[0].finish_reason)
-
-
-def test_settings_of_later_versions_need_a_job_that_knows_them(job: ServedJob, redis_url: str, model: Path) -> None:
-    earlier = Sampling(n=2, max_tokens=64).model_dump_json(exclude={"ignore_eos"})
-    job.redis.hset(job.keys.job, "sampling", earlier)
-    with (
-        serving(job, redis_url, model) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
-        pytest.raises(openai_package.BadRequestError, match=r"ignore_eos.*upgrade the job's image"),
-    ):
-        client.completions.create(model=MODEL_NAME, prompt="one", extra_body={"ignore_eos": True})
-    assert [] == job.requests()
 
 
 def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:

@@ -14,17 +14,17 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect
+from rollout_head.coordinator import Coordinator
+from rollout_head.relay import Relay
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import JobStore
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.blocks import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.engine_worker import EngineWorker
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.relay import Relay
-from rollout_worker.job.weight_directories import WeightDirectories
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.engine_worker import EngineWorker
+from rollout_worker.engine_worker.weight_directories import WeightDirectories
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for_async
 

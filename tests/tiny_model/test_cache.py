@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_worker.tiny_model import Recipe, TrainingProgress, ensure
-from rollout_worker.tiny_model.cache import code_digest
+from rollout_tools.tiny_model import Recipe, TrainingProgress, ensure
+from rollout_tools.tiny_model.cache import code_digest
 
 SMALL = Recipe(
     vocabulary=300,
@@ -38,7 +38,7 @@ SMALL = Recipe(
 TRAIN_SLOWLY = """
 import sys, time
 from pathlib import Path
-from rollout_worker.tiny_model import ensure
+from rollout_tools.tiny_model import ensure
 from tests.tiny_model.test_cache import SMALL
 
 def progress(now):
@@ -207,7 +207,7 @@ def test_a_recipe_rejects_checkpoints_that_do_not_end_with_the_last_step(checkpo
 
 def test_importing_the_package_imports_no_large_library() -> None:
     script = (
-        "import sys, rollout_worker.tiny_model\n"
+        "import sys, rollout_tools.tiny_model\n"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'reasoning_gym'} & set(sys.modules)))"
     )
     result = subprocess.run(

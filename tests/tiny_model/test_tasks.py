@@ -8,8 +8,8 @@ import pytest
 import reasoning_gym
 import yaml
 
-from rollout_worker.tiny_model import HELD_OUT_SEEDS, default_tasks
-from rollout_worker.tiny_model.tasks import TASKS, training_problems
+from rollout_tools.tiny_model import HELD_OUT_SEEDS, default_tasks
+from rollout_tools.tiny_model.tasks import TASKS, training_problems
 
 
 def test_training_contains_no_held_out_question() -> None:

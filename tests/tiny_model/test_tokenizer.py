@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.tiny_model.tasks import training_problems
-from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
+from rollout_tools.tiny_model.tasks import training_problems
+from rollout_tools.tiny_model.tokenizer import build_tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
 STEPS = 40
@@ -48,7 +48,7 @@ def train(directory: Path, redis_server: str, steps: int, weights: Path | None =
         manifest["spec"]["weights"] = {"transfer": "none", "allowedRoots": [str(weights)]}
     (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
 
-    serve = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
+    serve = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
     serve += ["--redis", redis_server, "--state-dir", str(directory / "state")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(steps)]

@@ -9,8 +9,7 @@ from typing import Any
 
 from rollout_api.client.sync_client import RolloutClient
 from rollout_api.errors import RolloutClientError, WeightsError
-from rollout_api.integrations.version_directories import VersionDirectories
-from rollout_api.integrations.weight_routes import Route, WeightRoutes, why_not_from_memory
+from rollout_api.integrations.weight_routes import Route, VersionDirectories, WeightRoutes, why_not_from_memory
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory, checkpoint_pieces
 
 _PUBLISHED, _FAILED = "published", "failed"

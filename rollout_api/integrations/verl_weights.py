@@ -24,8 +24,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.errors import WeightsError
 from rollout_api.integrations.verl_settings import FILES_NAME, NAME, redis_url
-from rollout_api.integrations.version_directories import VersionDirectories
-from rollout_api.integrations.weight_routes import Route, WeightRoutes, why_not_from_memory
+from rollout_api.integrations.weight_routes import Route, VersionDirectories, WeightRoutes, why_not_from_memory
 from rollout_api.weights.in_memory import TensorsInMemory
 
 NamedTensors = Iterable[tuple[str, Any]]

@@ -27,10 +27,11 @@ import torch
 from benchmarks.serving import run_job
 from rollout_api import Rollout, RolloutClient, Sampling
 from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import default_tasks, ensure
+from rollout_worker.tiny_model import ensure
+from scripts.tiny_model.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
-MODEL = "das/tiny-qwen3/step-0360"
+MODEL = "das/tiny-qwen3/step-0270"
 JOB = "record-training"
 
 
@@ -49,11 +50,10 @@ class MixedProblems:
     """Problems of all tasks of the tiny model: prompts as token ids, and the reward of a response."""
 
     def __init__(self, grpo: ModuleType, tokenizer: Any, count: int) -> None:
-        tasks = default_tasks()
-        shares = [count // len(tasks) + (number < count % len(tasks)) for number in range(len(tasks))]
+        shares = [count // len(TASKS) + (number < count % len(TASKS)) for number in range(len(TASKS))]
         parts = [
-            grpo.Problems(tokenizer, task["name"], task["config"], share, seed=0)
-            for task, share in zip(tasks, shares, strict=True)
+            grpo.Problems(tokenizer, task.name, task.config, share, seed=0)
+            for task, share in zip(TASKS, shares, strict=True)
         ]
         self._problems = [(part, index) for part, share in zip(parts, shares, strict=True) for index in range(share)]
         self.prompts: list[list[int]] = [part.prompts[index] for part, index in self._problems]

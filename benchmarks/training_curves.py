@@ -55,7 +55,7 @@ POWER = 0.8
 MIN_GAIN = 0.1
 """Smallest reward that every run has to gain."""
 MIN_PAIRS = 5
-MODEL = "das/tiny-qwen3/step-0360"
+MODEL = "das/tiny-qwen3/step-0270"
 
 
 def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:

@@ -231,8 +231,8 @@ def pretraining_texts(directory: Path, count: int) -> list[Trajectory]:
 
     The problems differ from all others: their seed is not the model's.
     """
-    from rollout_worker.tiny_model.tasks import training_problems
-    from rollout_worker.tiny_model.tokenizer import load_tokenizer
+    from rollout_worker.engine.model_source import load_tokenizer
+    from scripts.tiny_model.tasks import training_problems
 
     tokenizer = load_tokenizer(directory)
     texts: list[Trajectory] = []

@@ -25,7 +25,7 @@ from rollout_worker.report.reading import NothingToReportError, read_recording
 from rollout_worker.report.recording import JobRecording, PastLength
 from rollout_worker.report.recording_file import load_recording, save_recording
 from rollout_worker.report.viewed_problems import choose_problems, read_problem
-from rollout_worker.tiny_model.tokenizer import build_tokenizer
+from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.history_contents import KEYS, fill, open_history
 from tests.support.job_messages import request, rollout
 from tests.support.recordings import engine, measurement

@@ -10,7 +10,7 @@ ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_announcer.py tests/job/test_run.py tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
-V2 := PYTHONPATH=$(CURDIR)/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1
+V2 := PYTHONPATH=$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kernels.py drafting.py drafting_loop.py kept_tokens.py lossless.py model_runner_v2.py prompt_logprobs.py raw_logprobs.py routed_experts.py stop_strings.py weights.py)
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --no-loadscope-reorder --numprocesses
@@ -65,16 +65,15 @@ format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
+generate: env  ## Generate the CRDs, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
-	$(VENV)/python -m scripts.protocol_docs
 	$(VENV)/python scripts/dashboards.py
-	$(VENV)/python scripts/cli_docs.py
+	{ $(VENV)/typer rollout_tools.cli.main utils docs --name rollout --title "Command line"; \
+	  $(VENV)/typer rollout_store.history_service.cli utils docs --name rollout-history; } > docs/cli.md
 	$(VENV)/python scripts/metrics_docs.py
 	$(VENV)/python -m scripts.sizing_docs
 	$(VENV)/python -m scripts.performance_docs
-	$(VENV)/python -m scripts.code_map
 	$(VENV)/python scripts/image_requirements.py
 
 docs: env  ## Build the documentation site into site/.
@@ -82,9 +81,6 @@ docs: env  ## Build the documentation site into site/.
 
 docs-serve: env  ## Serve the documentation site at http://127.0.0.1:8002 and follow changes of its pages.
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs serve --dev-addr 127.0.0.1:8002
-
-docs-screenshots: docs  ## Make the pictures of the site in docs/images, with Chromium.
-	$(VENV)/python scripts/docs_screenshots.py
 
 wheels: env  ## Build the wheels of the client and of everything else into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
@@ -105,4 +101,4 @@ clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
 .PHONY: help env demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
-	generate docs docs-serve docs-screenshots wheels chart docker-images release-check set-version clean
+	generate docs docs-serve wheels chart docker-images release-check set-version clean

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.figures import Figure, report
-from benchmarks.problems import Problem, add_trace_arguments, selected_problems
 from benchmarks.replay import HistoryDrafter, Outcome, replay
 from benchmarks.suffix_drafters import PEER, Scope, SuffixIndexDrafter, SuffixTreeDrafter
+from benchmarks.traces import Problem, add_trace_arguments, selected_problems
 
 MIN_SURVIVALS = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
 MIN_TOKEN_PROBS = (0.0, 0.03, 0.1, 0.3, 0.5)

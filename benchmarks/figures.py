@@ -72,11 +72,15 @@ def _write_results(file: Path, results: Mapping[str, Any]) -> None:
 
 
 def save_svg(canvas: Canvas, file: Path) -> None:
-    """Write a matplotlib figure as SVG, without a date and with one line per path."""
+    """Write a matplotlib figure as SVG, without a date."""
     file.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(file, metadata={"Date": None})
-    drawing = re.sub(r' d="[^"]*"', lambda path: " " + " ".join(path[0].split()), file.read_text())
-    file.write_text(drawing)
+    file.write_text(compact_svg(file.read_text()))
+
+
+def compact_svg(drawing: str) -> str:
+    """Return a drawing of matplotlib with one line for each of its outer groups."""
+    return re.sub(r"\s*\n(?! {0,2}<g )\s*", " ", drawing).rstrip() + "\n"
 
 
 def to_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

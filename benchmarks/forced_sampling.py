@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.worker_profile import ProfiledWorker
-from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.vllm_patches import patch_draft_sampling
 from rollout_worker.engine.worker_extension import DraftingExtension, EngineExtension
 
 _FORCED_LOGIT = 3e4
@@ -196,5 +195,5 @@ class ForcedEngine(_ForcedSampling, EngineExtension):
     """The worker extension of engines without drafts or with vLLM's own."""
 
 
-class ForcedDraftingEngine(_ForcedSampling, ProfiledWorker, DraftingExtension):
+class ForcedDraftingEngine(_ForcedSampling, DraftingExtension):
     """The worker extension of engines that draft from the history."""

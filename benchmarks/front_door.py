@@ -42,9 +42,9 @@ from benchmarks.redis_server import redis_server
 from benchmarks.simulated_step import environment as simulated_step
 from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.ports import free_port
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
 from tests.support.manifests import SMALL_CPU_ENGINE
 
 STEP_S = 0.02
@@ -131,7 +131,7 @@ def servers(directory: Path) -> Iterator[dict[str, str]]:
         with (directory / f"{name}.log").open("w") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
 
-    rollout = [sys.executable, "-m", "rollout_worker.cli"]
+    rollout = [sys.executable, "-m", "rollout_tools.cli"]
     vllm = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     with redis_server() as redis:
         common = ["-f", str(file), "--redis", redis]

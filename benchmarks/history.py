@@ -30,12 +30,12 @@ from benchmarks.suffix_drafters import PEER, as_int32, suffix_tree
 from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.records import CONTEXT_TOKENS, HistoryRecord, decode_records
+from rollout_store.history.store import HistoryStore
+from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.records import CONTEXT_TOKENS, HistoryRecord, decode_records
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.sync import HistorySync
 
 KEYS = HistoryKeys("bench", "history")
 RUN = "5a0a3cb1-5c1e-4f10-9a1d-0f4f2c1b8a77"

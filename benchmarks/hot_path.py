@@ -20,10 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.batch_drafters import MAX_DRAFT, LoopDrafter, SuffixGpuDrafter, SuffixProposerDrafter
+from benchmarks.batch_drafters import (
+    MAX_DRAFT,
+    BatchDrafter,
+    LoopDrafter,
+    RecordedBatch,
+    SuffixGpuDrafter,
+    SuffixProposerDrafter,
+    first_turn,
+)
 from benchmarks.figures import Figure, quantile, report, spread
-from benchmarks.problems import Problem, add_trace_arguments, selected_problems
-from benchmarks.recorded_batch import BatchDrafter, RecordedBatch, first_turn
+from benchmarks.traces import Problem, add_trace_arguments, selected_problems
 from rollout_worker.policy.step_cost import H100_7B
 
 HISTORY = 50

@@ -49,16 +49,16 @@ from rollout_api import AsyncRolloutClient
 from rollout_api.ports import free_port
 from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, RolloutRequest, WeightSpan
 from rollout_api.redis_client.connection import connect
+from rollout_head.services import Service
+from rollout_store.history.records import START
+from rollout_store.job.setup import JobSetup
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.blocks import START
-from rollout_worker.job.engine_worker import EngineWorker
-from rollout_worker.job.services import Service
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.job.weight_transport import DirectoryTransport
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_worker.engine_worker import EngineWorker
+from rollout_worker.engine_worker.weight_directories import WeightDirectories
 from tests.support.redis_servers import Server
 
 UID = "load"
@@ -188,7 +188,7 @@ def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
                 max_running=setup.job.spec.engine.max_num_seqs,
                 checkpoint_tokens=setup.job.spec.engine.checkpoint_tokens,
                 sampling=setup.job.spec.sampling,
-                transport=DirectoryTransport(Path("/model"), Path("/model"), []),
+                directories=WeightDirectories(Path("/model"), Path("/model"), []),
             )
             for name in names
         ]
@@ -365,7 +365,7 @@ class Job:
         return multiprocessing.get_context("spawn").Process(target=run_engines, args=arguments, daemon=True)
 
     def _start_http_server(self, port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rollout_worker.cli", "serve", "-f", str(self._manifest), "--uid", UID]
+        command = [sys.executable, "-m", "rollout_tools.cli", "serve", "-f", str(self._manifest), "--uid", UID]
         command += ["--redis", self._server.url, "--port", str(port)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -380,7 +380,7 @@ class Job:
 
     def start_service(self, service: Service) -> None:
         """Start the coordinator or the relay."""
-        command = [sys.executable, "-m", "rollout_worker.job.services", service]
+        command = [sys.executable, "-m", "rollout_head.services", service]
         with tempfile.TemporaryFile("w+") as settings:
             settings.write(self._setup.to_json())
             settings.seek(0)

@@ -45,8 +45,8 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.errors import RolloutClientError
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MessageKeys
-from rollout_worker.job.job_store import EngineReport, JobStore
-from rollout_worker.job.job_store.assignments import RolloutKey
+from rollout_store.job import EngineReport, JobStore
+from rollout_store.job.assignments import RolloutKey
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server
@@ -104,7 +104,7 @@ class Job:
         file = self._directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
         common = ["-f", str(file), "--redis", self.url, "--uid", UID]
-        rollout = [sys.executable, "-m", "rollout_worker.cli"]
+        rollout = [sys.executable, "-m", "rollout_tools.cli"]
         variables = [f"{name}={value}" for name, value in simulated_step(self._directory / "plugin", STEP_S).items()]
         with_low_weight = ["sh", "-c", 'echo 10 > /proc/self/autogroup; exec env "$0" "$@"', *variables]
         self._supervisor.start("head", [*rollout, "head", *common, "--http-port", str(free_port())])
@@ -125,7 +125,7 @@ class Job:
         """Return the Unix time at which the current process of the head was started; 0.0 if it is not running."""
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[1:4] == ["-m", "rollout_worker.cli", "head"]:
+                if process.cmdline()[1:4] == ["-m", "rollout_tools.cli", "head"]:
                     return float(process.create_time())
         return 0.0
 

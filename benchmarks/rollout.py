@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
-from benchmarks.problems import Problem, add_trace_arguments, selected_problems
-from benchmarks.random_model import END, MODELS
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
+    END,
     GROUP_SIZE,
     KEYS,
+    MODELS,
     MODES,
     SUFFIX_DRAFT,
     Measurement,
@@ -39,8 +39,9 @@ from benchmarks.rollout_runs import (
     start_engines,
 )
 from benchmarks.suffix_drafters import PEERS_DIRECTORY
+from benchmarks.traces import Problem, add_trace_arguments, selected_problems
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.store import HistoryStore
+from rollout_store.history.store import HistoryStore
 
 POSITIONS = 8192
 """Context length of the models with random weights, in tokens."""
@@ -66,8 +67,8 @@ def model_directory(name: str) -> Path:
     if name in MODELS:
         return MODELS[name](positions=POSITIONS)
     if name == "tiny":
-        from rollout_worker.runtime.model_cache import default_cache
-        from rollout_worker.tiny_model import ensure
+        from rollout_store.runtime.command_line import default_cache
+        from rollout_tools.tiny_model import ensure
 
         return ensure(default_cache() / "das" / "tiny-qwen3")[-1]
     return Path(name)
@@ -99,7 +100,7 @@ def epochs_of_trace(problems: Sequence[Problem], max_tokens: int) -> RecordedEpo
 
 def tiny_model_prompts(model: Path, count: int) -> dict[str, list[int]]:
     """Return prompts of the kind of problem that the tiny model was trained on, by problem name."""
-    from rollout_worker.engine.model_source import load_tokenizer
+    from rollout_store.models.model_source import load_tokenizer
     from scripts.tiny_model.tasks import training_problems
 
     tokenizer, prompts = load_tokenizer(model), {}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +19,17 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import RolloutRequest
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
 
+VOCABULARY = 32_768
+END = VOCABULARY
+"""A token id outside the vocabulary of traces; forced rollouts end with it."""
+_CACHE = Path.home() / ".cache" / "das-rollout" / "benchmarks"
 KEYS = HistoryKeys("default", "rollout-benchmark")
 MAX_DRAFT, SUFFIX_DRAFT, NGRAM_DRAFT = 16, 32, 5
 """Maximum tokens of a draft: a job's default, vLLM's suffix decoding, and vLLM's n-grams."""
@@ -51,7 +55,82 @@ _V1_MODES = ("none-v1-sync", "ngram", "suffix")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """The type of an engine's weights; see ``EngineSpec``."""
 UNGOVERNED = "das-ungoverned"
-"""A further mode for tests and cost fits: the policy ``fixed`` without a governor."""
+"""A further mode for tests: the policy ``fixed`` without a governor."""
+
+
+def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
+    """Return the directory of a Qwen3 model with random weights and no end-of-sequence token.
+
+    The model is created on the first call and cached.
+
+    Args:
+        hidden: hidden size; with the default values the model has 267M parameters.
+        layers: number of layers.
+        positions: maximum context length in tokens.
+    """
+    directory = _CACHE / f"qwen3-{hidden}-{layers}-{positions}-{END + 1}"
+    if (directory / "config.json").is_file():
+        return directory
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY + 64,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=128,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).bfloat16()
+    model.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return directory
+
+
+def dummy_7b_model(positions: int = 16_384) -> Path:
+    """Return the directory of a model with Qwen2.5-7B's shape but no weights, for vLLM's ``load_format: dummy``."""
+    from transformers import Qwen2Config
+
+    directory = _CACHE / f"qwen2-7b-{positions}"
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        rope_theta=1e6,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return directory
+
+
+def _save_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
+MODELS: dict[str, Callable[..., Path]] = {"267m": random_model, "7b": dummy_7b_model}
+"""The models by name; each function takes the number of ``positions``."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.figures import from_columns
-from benchmarks.random_model import MODELS
 from benchmarks.rollout import figures_of
-from benchmarks.rollout_runs import MODES, Measurement
+from benchmarks.rollout_runs import MODELS, MODES, Measurement
 
 OURS, PEER = "das", "suffix"
 _LEVEL = 0.95

@@ -1,4 +1,4 @@
-"""Recorded rollouts, read from trace files.
+"""Recorded rollouts, read from trace files, and the problems of a trace, which CLI options select.
 
 A trace is a file of JSON lines (optionally gzipped) with the fields ``problem_id``, ``sample_index``,
 ``epoch_or_checkpoint``, ``prompt`` and ``text``. Traces of agents that use tools also have ``segments``, a list of
@@ -8,6 +8,7 @@ may have ``prompt_tokens`` and ``tokens``: token ids as base64 of little-endian 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import json
@@ -15,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -130,3 +131,75 @@ def checkpoints(trajectories: Iterable[Trajectory]) -> list[str]:
     if len({_NUMBER.sub("", name) for name in names}) == 1:
         names.sort(key=lambda name: [int(number) for number in _NUMBER.findall(name)])
     return names
+
+
+class Problem(NamedTuple):
+    """One problem of a trace."""
+
+    name: str
+    history: list[Trajectory]
+    evaluated: list[Trajectory]
+    """The rollouts that the benchmark replays."""
+
+
+def problems_of(
+    trajectories: list[Trajectory], train: str | None, evaluated: str | None, history: int | None
+) -> list[Problem]:
+    """Split each problem's trajectories into history and evaluated rollouts.
+
+    Args:
+        trajectories: all trajectories of a trace.
+        train: checkpoint of the history; None selects the last but one, or the only one.
+        evaluated: checkpoint of the evaluated rollouts; None selects the last.
+        history: maximum history rollouts per problem; None selects all, or half of the samples if history and
+            evaluated rollouts have the same checkpoint.
+
+    Raises:
+        ValueError: if a checkpoint does not exist, or if no rollouts are left to evaluate.
+    """
+    known = checkpoints(trajectories)
+    for name in (train, evaluated):
+        if name is not None and name not in known:
+            raise ValueError(f"the trace has no checkpoint {name!r}; its checkpoints are {', '.join(known)}")
+    evaluated = known[-1] if evaluated is None else evaluated
+    train = known[max(0, len(known) - 2)] if train is None else train
+    problems = []
+    for name, group in by_problem(trajectories).items():
+        earlier = [trajectory for trajectory in group if trajectory.checkpoint == train]
+        later = [trajectory for trajectory in group if trajectory.checkpoint == evaluated]
+        if train == evaluated:
+            half = len(group) // 2 if history is None else history
+            earlier, later = earlier[:half], later[half:]
+        elif history is not None:
+            earlier = earlier[:history]
+        if later:
+            problems.append(Problem(name, earlier, later))
+    if not problems:
+        raise ValueError("no rollouts are left to evaluate; use a smaller --history")
+    return problems
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser, *, flag: str = "--trace", required: bool = True) -> None:
+    """Add the options that select a trace, its checkpoints and its problems."""
+    parser.add_argument(
+        flag, dest="trace", type=Path, required=required, help="trace file (JSON lines, optionally gzipped)"
+    )
+    parser.add_argument("--tokenizer", type=Path, required=required, help="tokenizer.json, optionally gzipped")
+    parser.add_argument("--train-checkpoint", help="checkpoint of the history [default: the last but one]")
+    parser.add_argument("--eval-checkpoint", help="checkpoint of the evaluated rollouts [default: the last]")
+    parser.add_argument("--problems", type=int, help="use only the first N problems")
+
+
+def selected_problems(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *, history: int | None = None
+) -> list[Problem]:
+    """Return the problems that the command line selects; exit with a usage error if the selection is invalid.
+
+    *history* has the same meaning as in :func:`problems_of`.
+    """
+    try:
+        trajectories = read_trace(options.trace, load_tokenizer(options.tokenizer))
+        problems = problems_of(trajectories, options.train_checkpoint, options.eval_checkpoint, history)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return problems[: options.problems]

@@ -26,19 +26,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+import yaml
 from scipy import stats
 
 from benchmarks.figures import Figure, report, save_svg, write_figures
-from benchmarks.serving import run_job
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from benchmarks.redis_server import redis_server
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 
 ROOT = Path(__file__).parents[1]
 ARMS = {"drafts": "fixed", "no drafts": "off"}
@@ -56,6 +58,36 @@ MIN_GAIN = 0.1
 """Smallest reward that every run has to gain."""
 MIN_PAIRS = 5
 MODEL = "das/tiny-qwen3/step-0270"
+_EXIT_TIMEOUT_S = 120.0
+"""Seconds within which the job has to exit after it was closed."""
+
+
+@contextmanager
+def run_job(manifest: dict[str, Any], directory: Path) -> Iterator[str]:
+    """Run a job with ``rollout run`` and an empty Redis server, and yield the server's URL.
+
+    The caller closes the job through the client; the context manager then waits for it to exit.
+
+    Args:
+        manifest: the RolloutJob.
+        directory: directory for the job's state and ``job.log``. It is emptied first and kept afterwards.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    job = directory / "job.yaml"
+    job.write_text(yaml.safe_dump(manifest))
+    with redis_server() as url:
+        command = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(job), "--redis", url, "--no-compare"]
+        command += ["--state-dir", str(directory / "state")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with (directory / "job.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            try:
+                yield url
+                process.wait(timeout=_EXIT_TIMEOUT_S)
+            finally:
+                process.terminate()
+                process.wait()
 
 
 def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rollout_api import Rollout, RolloutClient, Sampling, StepFigures
-from rollout_api.integrations.loggers import CombinedLogger, StepLogger, TensorBoardLogger
+from rollout_api import Rollout, RolloutClient, Sampling, step_metrics
 
 CACHE = Path(os.environ.get("ROLLOUT_MODEL_CACHE", "~/.cache/das-rollout/models")).expanduser()
 CLIP = 0.2
@@ -151,8 +150,8 @@ class Stopwatch(dict[str, float]):
         self[phase] = self.get(phase, 0.0) + time.perf_counter() - started
 
 
-def train(client: RolloutClient, args: argparse.Namespace, logger: StepLogger) -> Iterator[dict[str, Any]]:
-    """Train, log the figures of each training step, and yield its measurements."""
+def train(client: RolloutClient, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train, and yield the measurements of each training step."""
     torch.manual_seed(args.seed)
     problems = Problems(
         AutoTokenizer.from_pretrained(args.model), args.task, args.task_config, args.problems, seed=args.problem_seed
@@ -181,7 +180,6 @@ def train(client: RolloutClient, args: argparse.Namespace, logger: StepLogger) -
             flat = [reward for group in rewards for reward in group]
             reward_of = {rollout.rollout_id: reward for rollout, reward in zip(rollouts, flat, strict=True)}
             client.report_rewards(reward_of)
-        logger.log(StepFigures.from_rollouts(rollouts, reward_of, newest_version=version), step)
         with seconds("update"):
             repeated = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
             update = policy.update(repeated, rollouts, [a for group in rewards for a in advantages_of(group)])
@@ -198,6 +196,7 @@ def train(client: RolloutClient, args: argparse.Namespace, logger: StepLogger) -
             "engines": sorted({rollout.engine for rollout in rollouts}),
             "seconds": {phase: round(spent, 3) for phase, spent in seconds.items()},
             **update,
+            "metrics": step_metrics(rollouts, reward_of, newest_version=version),
         }
 
 
@@ -211,7 +210,6 @@ def argument_parser() -> argparse.ArgumentParser:
         "--weights", type=Path, default=CACHE / "das/minimal-grpo", help="directory for published weights"
     )
     parser.add_argument("--output", type=Path, help="file for the measurements of each training step, as JSON lines")
-    parser.add_argument("--tensorboard", type=Path, help="directory for the figures of each training step")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of problems")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -232,9 +230,8 @@ def main() -> None:
     args = argument_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     disable_progress_bar()
-    loggers = [TensorBoardLogger(args.tensorboard)] if args.tensorboard else []
-    with RolloutClient.connect(args.redis, args.job, name="grpo") as client, CombinedLogger(*loggers) as logger:
-        for line in train(client, args, logger):
+    with RolloutClient.connect(args.redis, args.job, name="grpo") as client:
+        for line in train(client, args):
             log.info("step %(step)3d  reward %(reward).3f  length %(length)5.1f  %(seconds)s", line)
             if args.output is not None:
                 with args.output.open("a") as output:

@@ -8,7 +8,6 @@ from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.group_queue import AsyncGroupQueue, Group
 from rollout_api.client.groups import GroupOrder, Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
 from rollout_api.client.request_client import RequestClient
 from rollout_api.client.step import AsyncStep, StepProgress
@@ -21,7 +20,6 @@ from rollout_api.errors import (
     JobEndedError,
     JobFullError,
     JobNotFoundError,
-    NameInUseError,
     PauseError,
     RedisRefusedError,
     RedisUnreachableError,
@@ -31,8 +29,6 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
-from rollout_api.figures.rollout_summary import RolloutSummary
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_api.manifest.rollout_job import (
     FieldError,
@@ -69,7 +65,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.reward_stats import RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
+from rollout_api.step_metrics import RolloutSummary, step_metrics
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -77,11 +73,9 @@ __all__ = [
     "AsyncRolloutClient",
     "AsyncStep",
     "Cancel",
-    "ClientLimits",
     "Close",
     "CodecError",
     "CoordinatorStatus",
-    "DeltaWeights",
     "DraftMode",
     "FieldError",
     "FinishReason",
@@ -99,7 +93,6 @@ __all__ = [
     "LengthStats",
     "ManifestError",
     "ModelInMemory",
-    "NameInUseError",
     "Partial",
     "Pause",
     "PauseError",
@@ -127,7 +120,6 @@ __all__ = [
     "RoutedExperts",
     "Sampling",
     "Step",
-    "StepFigures",
     "StepProgress",
     "TensorsInMemory",
     "Trajectory",
@@ -143,4 +135,5 @@ __all__ = [
     "parse_job",
     "partial_of",
     "problem_id_of",
+    "step_metrics",
 ]

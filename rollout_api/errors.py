@@ -31,10 +31,6 @@ class VersionMismatchError(RolloutClientError):
     """Job and client use different versions of the protocol."""
 
 
-class NameInUseError(RolloutClientError):
-    """Another process is connected under this client's name and would take its results."""
-
-
 class InvalidRequestError(RolloutClientError, ValueError):
     """The job cannot serve a prompt, a setting or another argument; nothing was sent."""
 
@@ -53,17 +49,17 @@ class RequestRefusedError(RolloutClientError):
 
 
 class UnreadableResultError(RolloutClientError):
-    """Results could not be read; they are in the job's stream of dead letters.
+    """Results could not be read.
 
     Args:
-        unreadable: reason for each result, by rollout id, or by stream entry if the rollout id cannot be read.
+        unreadable: reason for each result, by the id of its request and its sample.
     """
 
     def __init__(self, unreadable: Mapping[str, str]) -> None:
         self.unreadable = dict(unreadable)
-        """Reason for each result, by rollout id or stream entry."""
+        """Reason for each result."""
         super().__init__(
-            f"{count_of(unreadable, 'result')} could not be read (see the dead letters): {list_reasons(unreadable)}. "
+            f"{count_of(unreadable, 'result')} could not be read: {list_reasons(unreadable)}. "
             "Do trainer and job run the same version of das-rollout?"
         )
 

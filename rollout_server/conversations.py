@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from rollout_api.client.request_client import RequestClient
-from rollout_api.client.turn_records import TurnRecord
+from rollout_api.client.server_records import TurnRecord
 from rollout_api.protocol.messages import FinishReason, Rollout
 from rollout_server.request_context import PrefixSource
 

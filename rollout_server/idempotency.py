@@ -12,8 +12,8 @@ from fastapi import HTTPException
 from starlette.datastructures import URL
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_api.client.idempotency_keys import IdempotencyKeys
 from rollout_api.client.request_client import DEFAULT_KEEP_SECONDS, RequestClient
+from rollout_api.client.server_records import IdempotencyKeys
 from rollout_api.errors import RolloutClientError
 from rollout_server.error_response import error_response
 from rollout_server.request_context import IDEMPOTENCY_HEADER, current_context

@@ -17,7 +17,7 @@ from rollout_api.client.request_client import RequestClient
 from rollout_server.conversations import Conversations
 from rollout_server.engine_core import Group, JobEngineCore, http_errors
 from rollout_server.request_context import PREFIX_HEADER, current_context
-from rollout_worker.engine.compat import model_end_tokens
+from rollout_worker.engine.vllm_client import model_end_tokens
 
 
 class JobEngine(AsyncLLM):

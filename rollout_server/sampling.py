@@ -31,8 +31,7 @@ class UnsupportedSamplingError(ValueError):
 def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
 
-    All settings but the seed are explicit, because the job's defaults have been applied before. Only those that jobs of
-    earlier versions do not know are omitted if they have no effect.
+    All settings but the seed are explicit, because the job's defaults have been applied before.
 
     Args:
         params: parameters of a prompt, as vLLM's server passes them to its engine.

@@ -67,7 +67,6 @@ async def build_app(
     from rollout_server.sglang_api import SglangApi
     from rollout_server.skyrl_api import SkyrlApi
     from rollout_server.trainer_api import TrainerApi
-    from rollout_server.weight_transfer_api import WeightTransferApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:
@@ -101,9 +100,8 @@ async def build_app(
     os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
     app.state.request_client = client
-    sglang, transfer = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), WeightTransferApi(client)
-    trainers = TrainerApi(client, engine, app, transfer)
-    for api in (sglang, trainers, transfer, SkyrlApi(trainers)):
+    sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
+    for api in (sglang, trainers, SkyrlApi(trainers)):
         app.include_router(api.router())
 
     async def server_info() -> Mapping[str, Any]:
@@ -139,7 +137,7 @@ def _lora_config(engine_spec: EngineSpec) -> Any:
     """Return vLLM's configuration of adapters; None if the engines load none."""
     from vllm.config import LoRAConfig
 
-    from rollout_worker.engine.compat import lora_rank
+    from rollout_worker.engine.config import lora_rank
 
     if not engine_spec.max_lora_rank:
         return None

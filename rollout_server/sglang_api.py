@@ -29,7 +29,7 @@ from rollout_api.protocol.messages import FinishReason, Partial, Rollout, Weight
 from rollout_server.access import LimitError, current_model_tokens
 from rollout_server.engine_core import http_error, http_errors
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
-from rollout_server.weight_publishing import publish_directory
+from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
 _ENDS = {
     FinishReason.STOP: "stop",
@@ -212,8 +212,11 @@ class SglangApi:
             message = f"weight_version: {version!r} is not a number; pass a number or omit it"
             return JSONResponse({"success": False, "message": message}, HTTPStatus.BAD_REQUEST)
         try:
-            published = await publish_directory(
-                self._client.publisher, body.model_path, WeightsKind.FULL, None if version is None else int(version)
+            published = await self._client.publisher.publish_next(
+                body.model_path,
+                kind=WeightsKind.FULL,
+                version=None if version is None else int(version),
+                timeout=PUBLISH_TIMEOUT_S,
             )
         except (InvalidRequestError, WeightsError) as error:
             return JSONResponse({"success": False, "message": str(error)}, HTTPStatus.BAD_REQUEST)
@@ -230,12 +233,15 @@ class SglangApi:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
-        # Omitted if it has no effect, because jobs of earlier versions do not know it.
-        experts = {"routed_experts": True} if body.return_routed_experts else {}
         prompt = Prompt(
             token_ids=prompt_tokens,
             problem_id=fields.problem_id,
-            sampling={**body.sampling_params.overrides(), **experts, "n": 1, "logprobs": body.return_logprob},
+            sampling={
+                **body.sampling_params.overrides(),
+                "n": 1,
+                "logprobs": body.return_logprob,
+                "routed_experts": body.return_routed_experts,
+            },
             purpose=fields.purpose,
             priority=fields.priority,
             deadline_seconds=fields.deadline_seconds,

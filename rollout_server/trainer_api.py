@@ -1,37 +1,37 @@
 """vLLM's endpoints for trainers: pauses, weights and LoRA adapters.
 
 Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online/api_router.py`` and
-``vllm/entrypoints/serve/lora/api_router.py``). ``/update_weights`` also accepts what prime-rl sends.
+``vllm/entrypoints/serve/lora/api_router.py``), so that trainers send weights from memory as to vLLM's own server.
+``/update_weights`` also accepts what prime-rl sends.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, Body, FastAPI, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver
 
-from rollout_api.client.adapter_names import NamedAdapter
 from rollout_api.client.request_client import RequestClient
+from rollout_api.client.server_records import NamedAdapter
 from rollout_api.protocol.messages import PauseMode, WeightsKind
 from rollout_server.engine_core import http_errors
 from rollout_server.job_engine import JobEngine
-from rollout_server.weight_publishing import publish_directory
-from rollout_server.weight_transfer_api import UpdateInfo, WeightTransferApi
 
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
 _ENGINE_TIMEOUT_S = 240.0
 """Seconds for which a trainer that asks for the number of processes waits for the first engine."""
-_ENGINE_POLL_INTERVAL_S = 0.2
+_JOIN_TIMEOUT_S = 300.0
+"""Seconds that the engines have to join the trainer's group. It is the time for which vLLM's trainers wait."""
+PUBLISH_TIMEOUT_S = 600.0
+"""Seconds that the engines have to load weights."""
 
 
 class UpdateWeightsRequest(BaseModel):
@@ -41,7 +41,7 @@ class UpdateWeightsRequest(BaseModel):
 
     weight_dir: str | None = None
     weight_version: int | None = None
-    update_info: UpdateInfo | None = None
+    update_info: dict[str, Any] | None = None
 
 
 class LoadAdapterRequest(BaseModel):
@@ -67,11 +67,10 @@ class TrainerApi:
         client: connection to the job.
         engine: the job as vLLM's engine client.
         app: vLLM's application, whose state has been initialised.
-        transfer: receives weights that trainers send.
     """
 
-    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI, transfer: WeightTransferApi) -> None:
-        self._client, self._engine, self._transfer = client, engine, transfer
+    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
+        self._client, self._engine = client, engine
         self._models: Any = app.state.openai_serving_models
         self._models.lora_resolvers.append(_NamedAdapterResolver(client))
 
@@ -83,7 +82,10 @@ class TrainerApi:
         router.add_api_route("/is_paused", self.is_paused, methods=["GET"])
         router.add_api_route("/get_world_size", self.get_world_size, methods=["GET"])
         router.add_api_route("/weight_info", self.weight_info, methods=["GET"])
+        router.add_api_route("/init_weight_transfer_engine", self.init_weight_transfer_engine, methods=["POST"])
+        router.add_api_route("/start_weight_update", self.start_weight_update, methods=["POST"])
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
+        router.add_api_route("/finish_weight_update", self.finish_weight_update, methods=["POST"])
         router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
         return router
@@ -139,33 +141,56 @@ class TrainerApi:
 
         Trainers ask for it when the server answers, which vLLM's does not before its engine has started.
         """
-        deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         with http_errors():
-            while not (world_size := await self._client.publisher.num_ranks()):
-                if time.monotonic() > deadline:
-                    raise GracefulHTTPError(
-                        "the job has no engine yet; check that its workers start", HTTPStatus.SERVICE_UNAVAILABLE
-                    )
-                await asyncio.sleep(_ENGINE_POLL_INTERVAL_S)
-        return {"world_size": world_size}
+            return {"world_size": await self._client.transfer.world_size(_ENGINE_TIMEOUT_S)}
 
     async def weight_info(self) -> dict[str, str]:
         """Return the newest weight version."""
         with http_errors():
             return {"weight_version": str(await self._client.publisher.newest())}
 
+    async def init_weight_transfer_engine(
+        self, init_info: Annotated[dict[str, Any], Body(embed=True)]
+    ) -> dict[str, str]:
+        """Let the job's engines join the trainer's group, in which it has rank 0, and wait until they have."""
+        with http_errors():
+            await self._client.transfer.init(init_info, timeout=_JOIN_TIMEOUT_S)
+        return {"message": "Weight transfer initialized"}
+
+    async def start_weight_update(self) -> dict[str, str]:
+        """Begin to publish the next weight version, and wait until all engines are ready to receive it."""
+        with http_errors():
+            await self._client.transfer.start(timeout=PUBLISH_TIMEOUT_S)
+        return {"message": "Weight update started"}
+
     async def update_weights(self, body: UpdateWeightsRequest) -> Response:
-        """Publish full weights that are in a directory, or that the trainer sends, and wait until they are served."""
+        """Let the engines receive weights, or publish full weights from a directory and wait until they are served."""
         with http_errors():
             if body.update_info is not None:
-                published = await self._transfer.receive(body.update_info)
+                update = await self._client.transfer.update(body.update_info, timeout=PUBLISH_TIMEOUT_S)
+                version = update.weight_version
             elif body.weight_dir is not None:
-                published = await publish_directory(
-                    self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
+                published = await self._client.publisher.publish_next(
+                    body.weight_dir, kind=WeightsKind.FULL, version=body.weight_version, timeout=PUBLISH_TIMEOUT_S
                 )
+                version = published.version
             else:
                 raise VLLMValidationError("set weight_dir or update_info", parameter="update_info")
-        return JSONResponse({"message": "Weights updated", "weight_version": published.version})
+        return JSONResponse({"message": "Weights updated", "weight_version": version})
+
+    async def finish_weight_update(
+        self, weight_version: Annotated[str | None, Body(embed=True)] = None
+    ) -> dict[str, str]:
+        """Wait until the engines serve the weights that they have received, and check their version."""
+        with http_errors():
+            published = await self._client.transfer.finish(timeout=PUBLISH_TIMEOUT_S)
+            published.raise_if_failed()
+        if weight_version not in (None, str(published.version)):
+            raise VLLMValidationError(
+                f"the weights are served as version {published.version}, not {weight_version}; omit weight_version",
+                parameter="weight_version",
+            )
+        return {"message": "Weight update finished"}
 
     async def load_adapter(self, body: LoadAdapterRequest) -> Response:
         """Publish an adapter as the next weight version, and remember its name."""
@@ -186,7 +211,9 @@ class TrainerApi:
                     "load_inplace to replace it",
                     parameter="lora_name",
                 )
-            published = await publish_directory(self._client.publisher, body.lora_path, WeightsKind.LORA, None)
+            published = await self._client.publisher.publish_next(
+                body.lora_path, kind=WeightsKind.LORA, timeout=PUBLISH_TIMEOUT_S
+            )
             await self._client.adapters.set(name, NamedAdapter(body.lora_path, published.version))
         self._models.lora_requests.pop(name, None)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

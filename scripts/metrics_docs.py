@@ -9,19 +9,18 @@ from typing import cast
 from kubernetes.client import ApiClient
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from rollout_operator.http_server import MetricsCollector
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster.http_server import MetricsCollector
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_worker.history_service.http import HistoryCollector
-from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
-from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
-from rollout_worker.job.job_store import EngineReport
-from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.remaining_length import RemainingWork
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_head.coordinator.remaining_length import RemainingWork
+from rollout_head.coordinator.status import StatusBoard, StatusInput
+from rollout_store.history_service.service import HistoryCollector, ServiceState
+from rollout_store.job import EngineReport
+from rollout_store.job.canary import DriftTest
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -47,8 +46,7 @@ JOB = """## Job
 The head exports these metrics. `job` is `NAMESPACE/NAME`.
 
 - Counters of rollouts and tokens are those of the whole job: a new coordinator continues them.
-  `rollout_engines_lost_total`, `rollout_rollouts_migrated_total` and `rollout_dead_letters_total` begin at 0 with each
-  coordinator.
+  `rollout_engines_lost_total` and `rollout_dead_letters_total` begin at 0 with each coordinator.
 - `rollout_saved_ratio`, `rollout_remaining_seconds` and `rollout_tail_seconds` are absent while they are unknown. The
   first one uses each engine's fitted cost model ([budgets.md](budgets.md#the-cost-model)); it is `status.timeSaved` of
   the RolloutJob. More engines shorten the remaining time, but not the tail.
@@ -102,10 +100,9 @@ def job_metrics() -> list[Metric]:
             engine_errors={},
             environment_errors={},
             engines_lost=0,
-            migrated=0,
             dead_letters=0,
             weight_version=0,
-            unread={},
+            unread_bytes={},
             slow_clients=[],
             remaining=RemainingWork(0.0, 0.0),
             drift=DriftTest(1),

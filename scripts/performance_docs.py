@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from scripts.marked_blocks import with_blocks
+from scripts.repository import ROOT, with_blocks
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 SIMULATED = {

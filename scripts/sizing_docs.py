@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from scripts.marked_blocks import with_blocks
+from scripts.performance_docs import figures
+from scripts.repository import ROOT, with_blocks
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "sizing.md"
 
 BYTES_PER_WEIGHT = 2
@@ -99,9 +97,9 @@ def history_bytes(plan: Plan) -> float:
 
 
 def message_bytes(plan: Plan) -> float:
-    """Return the size of the messages of one training step in Redis, if no result has been read yet.
+    """Return the size of the messages of one training step in Redis, if no result has been released yet.
 
-    A rollout is in the result stream with its log-probabilities, and in the outbox until the relay has moved it.
+    A rollout is kept with its log-probabilities, and is in the outbox until the relay has moved it.
     """
     rollouts = plan.problems * plan.rollouts_per_problem
     per_rollout = plan.response_tokens * (2 * BYTES_PER_TOKEN_ID + BYTES_PER_LOGPROB)
@@ -110,9 +108,7 @@ def message_bytes(plan: Plan) -> float:
 
 def cpu_ms_per_rollout(kind: str) -> float:
     """Return the measured CPU time per rollout of a kind of process, with 2,500 trajectories (``load.json``)."""
-    figures = json.loads((ROOT / "benchmarks" / "results" / "load.json").read_text())["figures"]
-    name = f"CPU time per rollout, {kind}, 2500 trajectories"
-    return next(float(figure["value"]) for figure in figures if figure["name"] == name)
+    return figures("load")[f"CPU time per rollout, {kind}, 2500 trajectories"]
 
 
 def head_cores(plan: Plan) -> float:

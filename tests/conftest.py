@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
-from rollout_worker.launch.local_ray import configure_ray
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.engine_worker.local_ray import configure_ray
 
 # Four processes run tests on machines with two cores, so an example may be delayed for longer than Hypothesis's default
 # of 0.2 s. Examples that take seconds are still found.
@@ -23,57 +21,41 @@ settings.load_profile("shared machine")
 
 configure_ray()  # before a test module imports Ray
 
-_SHARED_ENGINE_TESTS = (
-    "adapters",
-    "continuation",
-    "drafting",
-    "kept_tokens",
-    "lossless",
-    "prompt_logprobs",
-    "stop_strings",
-    "weights",
-)
-SHARED_ENGINES = {f"tests/engine/test_{name}.py": "engine" for name in _SHARED_ENGINE_TESTS}
-SHARED_ENGINES["tests/job/test_with_engines"] = "job"
-"""How the paths of test files that share engines begin → the engines that they share."""
-LONG_FILES = (
-    *SHARED_ENGINES,
-    "tests/job/test_several_machines.py",
-    "tests/job/test_head_and_worker.py",
-    "tests/job/test_tutorials.py",
-    "tests/server/",
-)
-"""Files that take the longest. They begin first, so that none is left at the end for one process."""
+ENGINE_FIXTURES = frozenset({"drafting_engine", "engines", "plain_engine"})
+"""Fixtures with vLLM engines that several files share. Tests that use them run in one process per folder."""
+CONTROL_PLANES = ("complete_cluster", "current_cluster")
+"""Tests of tests/cluster/virtual_nodes run on one or both of these, which are in the ids of the tests."""
+SECONDS_PER_TEST = 15
+SLOW = frozenset({"slow", "nightly"})
 
 
-VIRTUAL_NODES = "tests/cluster/virtual_nodes/"
-"""Tests that run on one or both of two control planes, whose names are in the ids of the tests."""
-
-
-class SharedEngineScheduling(LoadFileScheduling):
-    """Runs the tests of a file, of files that share engines, and of a control plane in one process."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        if file.startswith(VIRTUAL_NODES):
-            return "complete_cluster" if "complete_cluster" in nodeid else "current_cluster"
-        shared = (group for prefix, group in SHARED_ENGINES.items() if file.startswith(prefix))
-        return next(shared, file)
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of the longest files to the beginning, in the order of ``LONG_FILES``."""
+    """Mark tests that share engines, put what must share a process into a group, and begin with the longest groups."""
+    for item in items:
+        folder, *_ = Path(item.nodeid.partition("::")[0]).parents
+        shared = ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        if shared:
+            item.add_marker("engine")
+        control_plane = next((name for name in CONTROL_PLANES if name in item.nodeid), None)
+        group = control_plane or (f"{folder} engines" if shared else item.nodeid.partition("::")[0])
+        item.add_marker(pytest.mark.xdist_group(group))
+    # One process would otherwise be left with the longest group at the end.
+    items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
 
-    def position(item: pytest.Item) -> int:
-        found = (index for index, file in enumerate(LONG_FILES) if item.nodeid.startswith(file))
-        return next(found, len(LONG_FILES))
 
-    items.sort(key=position)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that is not marked ``slow`` and takes longer than ``SECONDS_PER_TEST`` on an idle machine.
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedEngineScheduling:
-    """Return the scheduler for ``--numprocesses``."""
-    return SharedEngineScheduling(config, log)
+    On a loaded machine, it may take as many times longer as there are processes per core.
+    """
+    report = yield
+    limit = SECONDS_PER_TEST * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    if report.when == "call" and report.passed and call.duration > limit and not SLOW.intersection(report.keywords):
+        report.outcome = "failed"
+        report.longrepr = f"took {call.duration:.0f} s; make it shorter, or mark it as slow (limit: {limit:.0f} s)"
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -202,7 +202,6 @@ def row_of(case: Case, steps: Sequence[StepResult]) -> dict[str, Any]:
         "accepted_per_step": sum(step.accepted for step in steps) / max(1, rollout_steps),
         "drafted_per_step": sum(step.drafted for step in steps) / max(1, rollout_steps),
         "preempted": sum(step.preempted for step in steps),
-        "migrated": sum(step.migrated for step in steps),
         "run_ahead_tokens": sum(step.run_ahead_tokens for step in steps),
     }
 

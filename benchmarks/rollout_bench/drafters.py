@@ -15,7 +15,7 @@ from benchmarks.rollout_bench.policies import PolicySettings
 from benchmarks.rollout_bench.predicted_lengths import MarginalWithLengths, QueueState
 from benchmarks.suffix_drafters import PEERS_DIRECTORY, as_int32, suffix_tree
 from rollout_api.length_stats import LengthStats
-from rollout_worker.arrays import Integers
+from rollout_store.arrays import Integers
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.replay import with_end_of_turn
 from benchmarks.rollout_bench.accelerators import Accelerator
 from benchmarks.traces import Tokens, Trajectory
-from rollout_worker.arrays import Integers
+from rollout_store.arrays import Integers
 
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _PADDING = -2

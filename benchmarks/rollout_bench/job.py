@@ -28,14 +28,10 @@ from benchmarks.rollout_bench.predicted_lengths import LENGTH_QUANTILES, QueueSt
 from benchmarks.rollout_bench.workload import Job, TrainingStep
 from benchmarks.traces import Tokens
 from rollout_api.length_stats import LengthStats
+from rollout_head.coordinator.remaining_length import remaining_quantiles
+from rollout_head.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingRequest
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingRequest
-from rollout_worker.policy.rebalance import HANDOVER_S, PlacedRollout, plan_rebalancing
-from rollout_worker.policy.remaining_length import remaining_quantiles
-
-MIGRATION_INTERVAL_S = 2.0
-"""Simulated seconds between two decisions about migrations."""
 
 _FULL_ENGINE = EngineLoad("full", 1 << 30, 1 << 30, 0)
 """With it, the scheduler does not assign more rollouts to other engines than they can run."""
@@ -75,8 +71,6 @@ class Method:
     """Whether the history ends with each training step."""
     uses_rollouts: bool = True
     """Whether finished rollouts become history; otherwise only those that are sampled ahead."""
-    migrates: bool = False
-    """Whether rollouts migrate between engines at the end of a training step, as in this project's jobs."""
     chunk_tokens: int = 0
     """Number of tokens after which a rollout may continue on any engine, at no cost; 0: never."""
     runs_ahead: bool = False
@@ -197,7 +191,6 @@ class StepResult:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
-    migrated: int = 0
     run_ahead_tokens: int = 0
 
 
@@ -277,7 +270,7 @@ class JobSimulation:
             engine.clock, engine.totals = 0.0, Totals()
             if isinstance(engine.drafter, IndexDrafter):
                 engine.drafter.set_generation(number)
-        left, next_migration_s = step.num_rollouts, 0.0
+        left = step.num_rollouts
         chunk_starts: dict[str, int] = {}
         while left:
             self._start_rollouts(queue, chunk_starts)
@@ -292,10 +285,6 @@ class JobSimulation:
                 left -= self._end_turn(end, engine, number, queue, result)
             if method.chunk_tokens:
                 self._divide(engine, queue, chunk_starts)
-            now = engine.clock
-            if method.migrates and not len(queue) and next_migration_s <= now:
-                next_migration_s = now + MIGRATION_INTERVAL_S
-                result.migrated += self._migrate(now, number)
         self._end_step(number)
         result.seconds = max(result.ends)
         result.ends.sort()
@@ -433,39 +422,6 @@ class JobSimulation:
                 engine.remove(rollout)
                 target.clock = max(target.clock, engine.clock)
                 target.start(rollout, has_cached_context=True)
-
-    def _migrate(self, now: float, number: int) -> int:
-        """Migrate rollouts from busy to idle engines where that shortens the makespan; return their number.
-
-        As in a job, a rollout stays where it is if the other engine has no place for it.
-        """
-        totals = [engine.totals for engine in self._engines]
-        tokens_per_step = sum(one.tokens for one in totals) / max(1, sum(one.rollout_steps for one in totals))
-        placed = {
-            str(number): [
-                PlacedRollout((rollout.id, 0), rollout.num_tokens, self._expected_remaining(rollout) / tokens_per_step)
-                for rollout in engine.running
-                if not rollout.is_spare
-            ]
-            for number, engine in enumerate(self._engines)
-        }
-        rollouts = {rollout.id: rollout for engine in self._engines for rollout in engine.running}
-        movable = {(name, 0) for name, rollout in rollouts.items() if len(rollout.trajectory.segments) == 1}
-        drafter = self._engines[0].drafter
-        if not isinstance(drafter, IndexDrafter):
-            raise TypeError("only this project's engines migrate rollouts")
-        migrations = plan_rebalancing(placed, drafter.cost, movable=movable)
-        migrated = 0
-        for migration in migrations:
-            rollout = rollouts[migration.key[0]]
-            source, target = (self._engines[int(name)] for name in (migration.source, migration.target))
-            self._stop_spares(target, number)
-            if target.num_free:
-                source.remove(rollout)
-                target.clock = max(target.clock, now + HANDOVER_S)
-                target.start(rollout)
-                migrated += 1
-        return migrated
 
     def _expected_remaining(self, rollout: Rollout) -> float:
         stats = self._lengths.of_problem(rollout.problem)

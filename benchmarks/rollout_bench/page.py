@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import compact_svg
 from benchmarks.rollout_bench.accelerators import ACCELERATORS
 from benchmarks.rollout_bench.comparison import (
     BOUND,
@@ -143,7 +144,7 @@ def _plot(methods: Mapping[str, Row]) -> str:
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     plt.close(figure)
     text = drawing.getvalue()
-    return text[text.index("<svg") :]
+    return compact_svg(text[text.index("<svg") :])
 
 
 def main() -> None:

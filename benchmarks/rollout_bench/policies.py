@@ -9,10 +9,8 @@ import numpy as np
 from benchmarks.rollout_bench.das.policies import DasClasses, DasOptimal
 from benchmarks.rollout_bench.predicted_lengths import LengthsByProblem, MarginalWithLengths
 from rollout_api.length_stats import LengthStats
-from rollout_worker.arrays import Integers
-from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy
-from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.simple_policies import Fixed
+from rollout_store.arrays import Integers
+from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy, Fixed, Marginal
 from rollout_worker.policy.step_cost import StepCost
 
 MAX_BATCHED_TOKENS = 8192

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.arrays import Floats, Integers, with_row
-from rollout_worker.policy.draft_policy import BoundedPolicy, DraftBudgets, DraftLimits
-from rollout_worker.policy.remaining_length import remaining_quantiles
-from rollout_worker.policy.rollout_table import Column
+from rollout_head.coordinator.remaining_length import remaining_quantiles
+from rollout_store.arrays import Floats, Integers, with_row
+from rollout_worker.policy.draft_policy import BoundedPolicy, Column, DraftBudgets, DraftLimits
 from rollout_worker.policy.step_cost import StepCost
 
 LENGTH_QUANTILES = 8

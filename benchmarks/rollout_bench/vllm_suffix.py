@@ -23,7 +23,7 @@ from numba import njit
 
 from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.engine import EngineText, FinishedTurn, Turn
-from rollout_worker.arrays import Integers
+from rollout_store.arrays import Integers
 
 _Array = npt.NDArray[Any]
 

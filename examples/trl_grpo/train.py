@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--job", default="default/trl-grpo", help="namespace/name of the job")
     parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0270")
     parser.add_argument(
-        "--weights", type=Path, help="directory shared with the job, for weights that cannot be broadcast"
+        "--weights", type=Path, help="directory shared with the job, for weights that cannot be sent from memory"
     )
     parser.add_argument("--output", type=Path, default=Path("trl-grpo"), help="directory for logs, as JSON lines")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")

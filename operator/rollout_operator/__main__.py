@@ -16,20 +16,16 @@ from typing import Any
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.status_token import StatusToken
-from rollout_operator import logs
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.command_line import namespaced_name, refuse_both
-from rollout_operator.gang import GANG_APIS, GANG_PLURAL
-from rollout_operator.http_server import HttpServer, MetricsCollector
-from rollout_operator.informer import Informer
-from rollout_operator.kopf_watch import wait_until_served, watch_jobs
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.leader_election import LeaderElection, LostLeaseError
-from rollout_operator.missing_jobs import remove_missing_jobs
-from rollout_operator.namespaces import NAMESPACES, SelectedNamespaces
-from rollout_operator.object_cache import JobKey, ObjectCache, job_key
-from rollout_operator.reconciler import Reconciler
-from rollout_operator.resource_kinds import CLUSTER_RUNTIMES, RUNTIMES, owned_kinds
+from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
+from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.kopf_watch import remove_missing_jobs, wait_until_served, watch_jobs
+from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, RUNTIMES, KubernetesApi, owned_kinds
+from rollout_operator.cluster.leader_election import LeaderElection, LostLeaseError
+from rollout_operator.cluster.object_cache import NAMESPACES, JobKey, ObjectCache, SelectedNamespaces, job_key
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.scheduling import GANG_APIS, GANG_PLURAL
 
 logger = logging.getLogger("rollout_operator")
 
@@ -143,8 +139,8 @@ async def _run(options: argparse.Namespace, token: StatusToken) -> int:
         namespace, name = options.lease
         election = LeaderElection(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     reconciler = Reconciler(api, cache, options.worker_image, token)
-    server = HttpServer(MetricsCollector(api, cache, reconciler, election), token)
-    await server.start(options.port)
+    server = OperatorServer(MetricsCollector(api, cache, reconciler, election), token)
+    await server.start(None, options.port)
     try:
         reconciler.cluster = await _discover_cluster(api, options, token)
         server.ready = True
@@ -234,7 +230,7 @@ async def _wait_until_synced(informers: Sequence[Informer]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the operator until SIGINT or SIGTERM."""
     options = parse_arguments(arguments)
-    logs.configure(as_json=options.log_format == "json", level=options.log_level)
+    configure_logs(as_json=options.log_format == "json", level=options.log_level)
     try:
         token = StatusToken.from_environment()
     except ValueError as error:

@@ -32,16 +32,15 @@ from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
 from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import connect_async
-from rollout_operator import logs, names
-from rollout_operator.command_line import namespaced_name, refuse_both
-from rollout_operator.informer import Informer
-from rollout_operator.job_context import has_managed_user, parse_body
-from rollout_operator.kopf_watch import run_kopf
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi
-from rollout_operator.namespaces import NAMESPACES, SelectedNamespaces
-from rollout_operator.observed import Manifest, parse_timestamp
-from rollout_operator.resource_kinds import ROLLOUT_JOBS
-from rollout_operator.work_queue import WorkQueue
+from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.kopf_watch import run_kopf
+from rollout_operator.cluster.kubernetes_api import ROLLOUT_JOBS, ApiError, KubernetesApi
+from rollout_operator.cluster.object_cache import NAMESPACES, SelectedNamespaces
+from rollout_operator.cluster.work_queue import WorkQueue
+from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
+from rollout_operator.objects import names
+from rollout_operator.objects.job_context import has_managed_user, parse_body
+from rollout_operator.objects.observed import Manifest, parse_timestamp
 
 logger = logging.getLogger("rollout_redis_users")
 
@@ -411,7 +410,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Manage users until SIGINT or SIGTERM."""
     options, url, key = _parse_arguments(arguments)
-    logs.configure(as_json=options.log_format == "json", level=options.log_level)
+    configure_logs(as_json=options.log_format == "json", level=options.log_level)
     sys.exit(asyncio.run(_run(options, url, key)))
 
 

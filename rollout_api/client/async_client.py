@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any
 from typing_extensions import Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.connection import JobConnection
+from rollout_api.client.connection import CLOSED, JobConnection
 from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
 from rollout_api.client.groups import GroupOrder, without_failures
 from rollout_api.client.history_reader import (
@@ -27,15 +29,14 @@ from rollout_api.client.history_reader import (
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
-from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
-from rollout_api.client.name_lease import NameLease, default_name
+from rollout_api.client.open_request import Leftovers
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
-from rollout_api.client.result_receiver import ResultReceiver
-from rollout_api.client.result_stream import ResultStream
-from rollout_api.client.step import AsyncStep, OnProgress, StepContext, StepRegistry
-from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights, WeightPublisher
-from rollout_api.errors import InvalidRequestError, RolloutClientError, VersionMismatchError
+from rollout_api.client.results import Results
+from rollout_api.client.step import AsyncStep, OnProgress, StepContext
+from rollout_api.client.weight_publisher import Checksum, PublishedWeights, WeightPublisher
+from rollout_api.client.weight_transfer import WeightTransfer
+from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
@@ -56,8 +57,7 @@ from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
-from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
+from rollout_api.weights.in_memory import TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
@@ -68,8 +68,9 @@ class _Session:
     """What a client uses while it is connected to a job."""
 
     keys: MessageKeys
-    lease: NameLease
+    sender: RequestSender
     publisher: WeightPublisher
+    transfer: WeightTransfer
     pauser: JobPauser
     steps: StepContext
     monitoring: asyncio.Task[None]
@@ -78,14 +79,8 @@ class _Session:
 class AsyncRolloutClient(JobConnection):
     """A trainer's connection to one job: ``async with AsyncRolloutClient.connect(…) as client``.
 
-    The client reads results in a task on the running event loop, so other work must not block the loop for long. A
-    trainer that does not use asyncio uses :class:`rollout_api.RolloutClient`.
-
-    Calls go in one direction: the client opens an :class:`~rollout_api.client.step.AsyncStep`, which sends requests
-    with the :class:`~rollout_api.client.request_sender.RequestSender` and gets rollouts from the
-    :class:`~rollout_api.client.result_receiver.ResultReceiver`. The receiver reads the
-    :class:`~rollout_api.client.result_stream.ResultStream` and puts each result into the
-    :class:`~rollout_api.client.step_state.StepState` of its step, from which the step takes it. Nothing calls back.
+    The client sends requests and reads results in tasks on the running event loop, so other work must not block the
+    loop for long. A trainer that does not use asyncio uses :class:`rollout_api.RolloutClient`.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class AsyncRolloutClient(JobConnection):
         timeout: float,
         reconnect_timeout: float,
         history_redis: RedisTarget | None,
-        limits: ClientLimits,
     ) -> None:
         super().__init__(target, job, uid, timeout, reconnect_timeout)
         if not re.match(CLIENT_PATTERN, name):
@@ -107,13 +101,11 @@ class AsyncRolloutClient(JobConnection):
             )
         self.name = name
         """Name of this client."""
-        self._limits = limits
         self._history: tuple[HistoryClient, ClientRetryPolicy] | None = None
         if history_redis is not None:
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
         self._session: _Session | None = None
-        self._tensors: TensorsInMemory | None = None
         """What was published from memory last."""
 
     # Connection.
@@ -129,7 +121,6 @@ class AsyncRolloutClient(JobConnection):
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
-        limits: ClientLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Return a client for a job. Nothing is sent before ``async with`` or :meth:`open`.
 
@@ -145,13 +136,12 @@ class AsyncRolloutClient(JobConnection):
             history_redis: Redis of the job's history if that is separate (``spec.history.redis``): as *redis*, or the
                 URL of a cluster. Only :meth:`length_stats` and :meth:`reward_stats` need it; it is ignored if the
                 history is on the job's Redis.
-            limits: intervals and limits; the defaults rarely need to be changed.
 
         Raises:
             InvalidRequestError: an argument cannot be used.
         """
         return cls(
-            redis, job, uid, default_name() if name is None else name, timeout, reconnect_timeout, history_redis, limits
+            redis, job, uid, _default_name() if name is None else name, timeout, reconnect_timeout, history_redis
         )
 
     async def open(self) -> Self:
@@ -161,7 +151,6 @@ class AsyncRolloutClient(JobConnection):
             JobNotFoundError: the job did not appear in time.
             JobEndedError: the job has ended, and no other job with its name appeared in time.
             VersionMismatchError: the job uses another version of the protocol.
-            NameInUseError: another process is connected under this name.
             RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -174,41 +163,32 @@ class AsyncRolloutClient(JobConnection):
         return self
 
     async def _open_session(self) -> _Session:
-        redis, policy, limits = self._redis, self._policy, self._limits
+        redis, policy = self._redis, self._policy
         job, ending = await find_job(redis, policy, self.name, self._job_name, self._uid, self._timeout)
         keys = MessageKeys(job.uid)
-        lease = NameLease(redis, keys.client(self.name), self.name, job.name, policy, limits)
-        await lease.acquire()
-        results = ResultReceiver(
-            ResultStream(redis, keys, self.name, policy, limits), self.name, policy, limits, ending=ending
-        )
-        sender = RequestSender(redis, job, policy)
-        monitor = JobMonitor(redis, job, self._job_name, lease, results, sender, limits)
+        sender, leftovers = RequestSender(redis, keys, policy), Leftovers(self.name)
+        results = Results(redis, job, self.name, sender, policy, leftovers=leftovers)
+        results.observe(None, ending)
+        monitor = JobMonitor(redis, job, self._job_name, results)
         await results.open()
+        publisher = WeightPublisher(redis, keys, sender, policy)
         return _Session(
             keys=keys,
-            lease=lease,
-            publisher=WeightPublisher(redis, keys, sender, policy, job),
+            sender=sender,
+            publisher=publisher,
+            transfer=WeightTransfer(redis, keys, sender, policy, publisher),
             pauser=JobPauser(redis, job, sender, policy),
-            steps=StepContext(
-                client_name=self.name,
-                job=job,
-                monitor=monitor,
-                sender=sender,
-                results=results,
-                registry=StepRegistry(limits.max_ended_steps, limits.max_known_requests),
-            ),
+            steps=StepContext(self.name, job, monitor, results, leftovers),
             monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
         )
 
     async def close(self) -> None:
-        """Disconnect. The job continues, and unacknowledged results wait for the next client of this name."""
+        """Disconnect. The job continues, and results that were not released wait for the next client of this name."""
         if self._session is not None:
-            for step in self._session.steps.registry.open_steps:
-                await step.end(acknowledge=False)
+            for step in list(self._session.steps.open_steps):
+                await step.end(release=False)
             await cancel_and_wait(self._session.monitoring)
-            await self._session.steps.results.close()
-            await self._session.lease.release()
+            await self._session.steps.results.close(RolloutClientError(CLOSED))
             self._session = None
         self._is_closed = True
         await self._disconnect()
@@ -258,9 +238,9 @@ class AsyncRolloutClient(JobConnection):
     ) -> AsyncStep:
         """Return a step, which yields the rollouts of *prompts* as they finish.
 
-        See :class:`~rollout_api.client.step.AsyncStep`. Several steps may be open at once; their results are routed and
-        acknowledged separately. A trainer that returns to an earlier checkpoint opens the steps after it again; their
-        rollouts that were acknowledged before are sampled again.
+        See :class:`~rollout_api.client.step.AsyncStep`. Several steps may be open at once; their results are received
+        and released separately. A trainer that returns to an earlier checkpoint opens the steps after it again; their
+        rollouts whose results were released before are sampled again.
 
         Args:
             step: number of the training step. Numbers increase; an evaluation may use the number of a training step.
@@ -290,9 +270,9 @@ class AsyncRolloutClient(JobConnection):
         on_progress: OnProgress | None = None,
         **overrides: Unpack[SamplingOverrides],
     ) -> list[list[Rollout]]:
-        """Return all rollouts of a step. They are acknowledged before this method returns.
+        """Return all rollouts of a step. Their results are released before this method returns.
 
-        If a restarted trainer requests rollouts again that this method has returned before, they are sampled again.
+        If rollouts are requested again that this method has returned before, they are sampled again.
 
         Args:
             prompts: token ids of each prompt.
@@ -319,7 +299,6 @@ class AsyncRolloutClient(JobConnection):
             RolloutsFailedError: the job could not produce some rollouts; the error has all others.
             InvalidRequestError: the job cannot serve a prompt or setting; nothing was sent.
             RequestRefusedError: the job refused some requests.
-            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
             JobEndedError: the job has ended.
             JobChangedError: the job was replaced by another one with the same name.
             RedisUnreachableError: Redis was unreachable for too long.
@@ -390,7 +369,7 @@ class AsyncRolloutClient(JobConnection):
     async def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights | DeltaWeights,
+        weights: str | Path | TensorsInMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -403,12 +382,11 @@ class AsyncRolloutClient(JobConnection):
         Args:
             version: number of the weights, larger than that of all earlier ones.
             weights: directory of the weights (safetensors), as the job sees it; ``spec.weights`` says which directories
-                are allowed. Or a :class:`~rollout_api.weights.in_memory.ModelInMemory`, which is broadcast to the
-                current engines, or :class:`~rollout_api.weights.delta_weights.DeltaWeights`, which are published as
-                differences to the previous version.
+                are allowed. Or a :class:`~rollout_api.weights.in_memory.ModelInMemory`, which is sent to the current
+                engines through vLLM's weight transfer.
             kind: ``full``, or ``lora`` for an adapter.
             mode: what happens to running rollouts; see :class:`~rollout_api.protocol.messages.UpdateMode`.
-            sha256: ``compute`` to compute the checksum here and have the job verify it (see
+            sha256: for a directory, ``compute`` to compute the checksum here and have the job verify it (see
                 :func:`rollout_api.weights.checksum.checksum`), the checksum in hex if it is known, or None to have
                 the engines load what they find.
             wait: whether to wait until every engine serves the weights or has failed to load them.
@@ -416,76 +394,101 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             InvalidRequestError: an argument cannot be used; nothing was sent.
-            VersionMismatchError: the job is of a version that cannot apply differences.
             WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
         """
         try:
-            publisher = self._connected.publisher
+            session = self._connected
             parsed_kind, parsed_mode = parse_choice(WeightsKind, kind, "kind"), parse_choice(UpdateMode, mode, "mode")
+            if not isinstance(weights, str | Path) and (parsed_kind is not WeightsKind.FULL or not wait):
+                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
         except RolloutClientError as error:
             if not isinstance(weights, str | Path):  # the trainer's other processes may be waiting for it
                 await asyncio.to_thread(weights.abort, str(error))
             raise
-        return await publisher.publish(
-            version,
-            weights,
-            kind=parsed_kind,
-            mode=parsed_mode,
-            sha256=sha256,
-            wait=wait,
-            timeout=timeout,
+        if not isinstance(weights, str | Path):
+            return await session.transfer.publish(version, weights, mode=parsed_mode, timeout=timeout)
+        return await session.publisher.publish(
+            version, str(weights), kind=parsed_kind, mode=parsed_mode, sha256=sha256, wait=wait, timeout=timeout
         )
 
-    async def publish_tensors(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        *,
-        host: str | None = None,
-        port: int = 0,
-        trainers: Any = None,
-        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
-        timeout: float = 600.0,
-    ) -> PublishedWeights:
-        """Broadcast tensors from this process to the current engines, and make the job sample with them from now on.
-
-        If they are sharded, the trainer's other processes call :meth:`TensorsInMemory.take_part` meanwhile.
-
-        Args:
-            version: number of the weights, larger than that of all earlier ones.
-            tensors: all tensors of the model; see :class:`~rollout_api.weights.in_memory.TensorsInMemory`, also for
-                *host*, *port* and *trainers*. The last three are those of the first call.
-            host: address of this machine that the engines can reach. Default: that of its default route.
-            port: port on which this process listens for engines that join; 0 chooses a free one.
-            trainers: process group of the processes that hold shards.
-            mode: what happens to running rollouts: ``recompute`` or ``keep``; see
-                :class:`~rollout_api.protocol.messages.UpdateMode`.
-            timeout: seconds to wait until every engine serves the weights or has failed to load them.
-
-        Raises:
-            InvalidRequestError: an argument cannot be used; nothing was sent.
-            WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
-        """
-        if self._tensors is None:
-            self._tensors = TensorsInMemory(tensors, host=host, port=port, trainers=trainers)
-        else:
-            self._tensors.replace(tensors)
-        return await self.publish_weights(version, self._tensors, mode=mode, timeout=timeout)
-
-    async def broadcast_backend(self, *, timeout: float = 600.0) -> str:
-        """Return how the engines receive weights from a trainer's memory, once the job has an engine.
+    async def transfer_backend(self, *, timeout: float = 600.0) -> str:
+        """Return vLLM's backend with which the engines receive weights from memory, once the job has an engine.
 
         Args:
             timeout: seconds to wait for an engine.
 
         Returns:
-            ``nccl``, ``gloo``, or an empty string if weights must be published from a directory, because
-            ``spec.weights.broadcast`` of the job is false.
+            ``nccl``, ``sparse_nccl``, ``ipc`` or ``gloo``, or an empty string if weights must be published from a
+            directory, because ``spec.weights.transfer`` of the job is none.
 
         Raises:
             WeightsError: the job had no engine for longer.
         """
-        return await self._connected.publisher.broadcast_backend(timeout)
+        return await self._connected.transfer.backend(timeout)
+
+    async def get_world_size(self, *, timeout: float = 600.0) -> int:
+        """Return the number of worker processes of all engines, once there is one.
+
+        With this method and the four below, which have vLLM's names and arguments, a trainer lets the engines receive
+        weights as vLLM's own server does. :class:`~rollout_api.RolloutClient` therefore is a client for vLLM's trainer
+        engines, for example ``WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=…)``.
+
+        Args:
+            timeout: seconds to wait for an engine.
+
+        Raises:
+            WeightsError: the job had no engine for longer.
+        """
+        return await self._connected.transfer.world_size(timeout)
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """Let the engines join the group of a trainer that listens already, and wait until they have.
+
+        Raises:
+            InvalidRequestError: the job's engines cannot form such a group.
+            WeightsError: some engine has not joined; it says why.
+        """
+        await self._connected.transfer.init(init_info, timeout=timeout)
+
+    async def start_weight_update(
+        self, version: int | None = None, *, mode: UpdateMode | str = UpdateMode.RECOMPUTE, timeout: float = 600.0
+    ) -> None:
+        """Begin to publish weights, and return when all engines of the group are ready to receive them.
+
+        Args:
+            version: weight version; None for the one after the newest.
+            mode: what happens to running rollouts; see :class:`~rollout_api.protocol.messages.UpdateMode`.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: the engines have joined no group, or it has lost a member; or the version cannot be
+                used.
+            WeightsError: some engine cannot receive the weights; it says why.
+        """
+        parsed = parse_choice(UpdateMode, mode, "mode")
+        await self._connected.transfer.start(version, mode=parsed, timeout=timeout)
+
+    async def update_weights(self, update_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """Let the engines receive a part of the weights, or all of them, and return when they have.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: some engine has not received the weights; it says why, and all keep their old ones.
+        """
+        await self._connected.transfer.update(update_info, timeout=timeout)
+
+    async def finish_weight_update(self, weight_version: str | None = None, *, timeout: float = 600.0) -> None:
+        """Make the job sample with the weights that the engines have received.
+
+        Args:
+            weight_version: without effect; the version is that of :meth:`start_weight_update`.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: some engine could not load the weights; it says why.
+        """
+        (await self._connected.transfer.finish(timeout=timeout)).raise_if_failed()
 
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """Pause sampling on all engines of the job, until it is resumed or closed. Requests can be sent meanwhile.
@@ -500,7 +503,6 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             InvalidRequestError: the mode is unknown.
             PauseError: some engines are not paused; they pause as soon as they can.
-            VersionMismatchError: the job is of a version that cannot be paused.
         """
         await self._connected.pauser.pause(parse_choice(PauseMode, mode, "mode"), timeout)
 
@@ -512,7 +514,6 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             PauseError: some engines are still paused; they resume as soon as they can.
-            VersionMismatchError: the job is of a version that cannot be paused.
         """
         await self._connected.pauser.resume(timeout)
 
@@ -554,7 +555,7 @@ class AsyncRolloutClient(JobConnection):
             encode(Rewards(rewards=dict(checked[start : start + IDS_PER_MESSAGE])))
             for start in range(0, len(checked), IDS_PER_MESSAGE)
         ]
-        await session.steps.sender.append(session.keys.rewards, messages, "report rewards")
+        await session.sender.append(session.keys.rewards, messages, "report rewards")
 
     async def length_stats(self, problem: str | None = None) -> LengthStats:
         """Return how long earlier rollouts were, from the current contents of the job's history.
@@ -571,7 +572,6 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             InvalidRequestError: the history is on a separate Redis server that was not passed to :meth:`connect`.
-            VersionMismatchError: the job is of an older version, which does not report its history.
             RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -601,7 +601,6 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             InvalidRequestError: an argument is out of range, or the history is on a separate Redis server that was not
                 passed to :meth:`connect`.
-            VersionMismatchError: the job is of an older version, which does not report its history.
             RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -625,11 +624,6 @@ class AsyncRolloutClient(JobConnection):
             what: what is read, in errors.
         """
         job = self.job
-        if not job.history:
-            raise VersionMismatchError(
-                f"job {job.name} does not report its history, because its version is too old; upgrade the job's image "
-                f"to read {what}"
-            )
         keys = HistoryKeys.from_full_name(job.history)
         if not job.has_separate_history_redis:
             return self._redis, self._policy, keys
@@ -644,26 +638,30 @@ class AsyncRolloutClient(JobConnection):
     async def close_job(self) -> None:
         """Announce that no more requests will come. The job ends when all open requests are answered."""
         session = self._connected
-        await session.steps.sender.append(session.keys.control, [encode(Close())], "close the job")
-        session.steps.registry.job_is_closed = True
+        await session.sender.append(session.keys.control, [encode(Close())], "close the job")
+        session.steps.job_is_closed = True
 
     async def _check_known(self, rollout_ids: Sequence[RolloutId]) -> None:
-        """Check that the job knows the rollouts. Those that this client has requested are not looked up."""
-        session = self._connected
-        registry = session.steps.registry
-        others = [rollout_id for rollout_id in rollout_ids if not registry.has_requested(rollout_id)]
+        """Check that the job has finished the rollouts."""
+        keys = self._connected.keys
+        samples: defaultdict[str, list[RolloutId]] = defaultdict(list)
+        for rollout_id in rollout_ids:
+            samples[rollout_id.request_id].append(rollout_id)
 
-        async def look_up(batch: Sequence[RolloutId]) -> list[Any]:
+        async def look_up(batch: Sequence[str]) -> list[Any]:
             pipeline = self._redis.pipeline(transaction=False)
-            for rollout_id in batch:
-                pipeline.hexists(session.keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+            for request_id in batch:
+                pipeline.hmget(keys.ledger(request_id), [str(one.sample) for one in samples[request_id]])
             return list(await pipeline.execute())
 
-        found: list[Any] = []
-        for start in range(0, len(others), IDS_PER_MESSAGE):
-            batch = others[start : start + IDS_PER_MESSAGE]
-            found += await self._policy.run(partial(look_up, batch), action="look up rollouts")
-        unknown = [str(rollout_id) for rollout_id, exists in zip(others, found, strict=True) if not exists]
+        requests = list(samples)
+        unknown: list[RolloutId] = []
+        for start in range(0, len(requests), IDS_PER_MESSAGE):
+            batch = requests[start : start + IDS_PER_MESSAGE]
+            found = await self._policy.run(partial(look_up, batch), action="look up rollouts")
+            for request_id, entries in zip(batch, found, strict=True):
+                pairs = zip(samples[request_id], entries, strict=True)
+                unknown += [rollout_id for rollout_id, entry in pairs if entry is None]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise InvalidRequestError(
@@ -682,3 +680,9 @@ class AsyncRolloutClient(JobConnection):
         if not math.isfinite(value):
             raise InvalidRequestError(f"rewards: the reward of {rollout_id} is {value}; it must be finite")
         return value
+
+
+def _default_name() -> str:
+    """Return the name of a client that is given none: ``trainer``, or ``trainer-N`` in rank N > 0 of a trainer."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return "trainer" if rank == "0" else f"trainer-{rank}"

@@ -19,7 +19,7 @@ from rollout_api.client.job_info import JobInfo
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.step import AsyncStep
 from rollout_api.errors import InvalidRequestError, RolloutClientError
-from rollout_api.protocol.messages import Capability, FinishReason, Rollout, RolloutId
+from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,10 @@ class AsyncGroupQueue:
     The trainer takes finished groups, trains on them, and publishes weights, while the job samples other groups.
     Running rollouts continue across weight updates, so a group may contain tokens of several weight versions.
 
-    Each group is a step of its own, whose number is the position of its prompt. A group that is taken is acknowledged.
-    Leaving the block normally cancels all other groups. If it is left by an exception, they stay: a trainer that then
-    requests the same prompts under the same numbers receives the rollouts that were not taken, and nothing is sampled
-    twice.
+    Each group is a step of its own, whose number is the position of its prompt. The results of a group that is taken
+    are released. Leaving the block normally cancels all other groups. If it is left by an exception, they stay: a
+    trainer that then requests the same prompts under the same numbers receives the rollouts that were not taken, and
+    nothing is sampled twice.
 
     Args:
         client: client of the job.
@@ -166,15 +166,15 @@ class AsyncGroupQueue:
         try:
             await self._fill()
         except BaseException:
-            await self.end(acknowledge=False)
+            await self.end(release=False)
             raise
         return self
 
-    async def end(self, *, acknowledge: bool = True) -> None:
+    async def end(self, *, release: bool = True) -> None:
         """Leave the queue. ``async with`` does this on exit.
 
         Args:
-            acknowledge: whether to cancel the groups that were not taken; False leaves them for the next trainer.
+            release: whether to cancel the groups that were not taken; False leaves them for the next trainer.
         """
         self._is_open = False
         self._changed.set()
@@ -182,10 +182,10 @@ class AsyncGroupQueue:
         self._slots.clear()
         await cancel_and_wait(*(slot.task for slot in slots if slot.task is not None))
         for slot in slots:
-            if acknowledge:
+            if release:
                 await slot.step.cancel()
         for slot in slots:
-            await slot.step.end(acknowledge=acknowledge)
+            await slot.step.end(release=release)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -193,7 +193,7 @@ class AsyncGroupQueue:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.end(acknowledge=error is None)
+        await self.end(release=error is None)
 
     # Taking groups.
 
@@ -244,7 +244,7 @@ class AsyncGroupQueue:
                 await self._changed.wait()
                 continue
             newest = await self._client.weight_version()
-            await self._end(slot, acknowledge=slot.group is not None)
+            await self._end(slot, release=slot.group is not None)
             if slot.error is not None or slot.group is None:
                 raise slot.error or RolloutClientError(f"group {slot.number} was not sampled")
             group = replace(slot.group, newest_version=newest)
@@ -296,9 +296,8 @@ class AsyncGroupQueue:
                 self._next_number, self._next_prompt = number + 1, None
 
     def _bounded(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the bound for its dispatch, if it sets none itself and the job supports it."""
-        is_bounded = prompt.weight_version is not None or prompt.max_staleness is not None
-        if is_bounded or Capability.STALENESS not in self._client.job.capabilities:
+        """Return the prompt with the bound for its dispatch, if it sets none itself."""
+        if prompt.weight_version is not None or prompt.max_staleness is not None:
             return prompt
         return replace(prompt, max_staleness=self._max_staleness)
 
@@ -310,7 +309,7 @@ class AsyncGroupQueue:
             if is_usable:
                 slot.group = group
             else:
-                await self._end(slot, acknowledge=True)
+                await self._end(slot, release=True)
                 await self._fill()
         except Exception as error:
             slot.error = error
@@ -371,8 +370,8 @@ class AsyncGroupQueue:
         self._num_equal_in_a_row = 0
         return True
 
-    async def _end(self, slot: _Slot, *, acknowledge: bool) -> None:
-        await slot.step.end(acknowledge=acknowledge)
+    async def _end(self, slot: _Slot, *, release: bool) -> None:
+        await slot.step.end(release=release)
         self._slots.pop(slot.number, None)
 
 

@@ -40,7 +40,7 @@ class Groups:
 
 
 class RolloutsFailedError(RolloutClientError):
-    """The job could not produce some rollouts. Their results are acknowledged, and :attr:`groups` has all others.
+    """The job could not produce some rollouts. Their results are released, and :attr:`groups` has all others.
 
     Args:
         groups: all rollouts of the call, by prompt.

@@ -21,14 +21,13 @@ from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundEr
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, Partial, RolloutRequest, encode
+from rollout_api.protocol.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
 _LOOKUP_INTERVAL_S = 0.25
 _MAX_LISTED_JOBS = 20
-_SAMPLING_DEFAULTS = {name: field.default for name, field in Sampling.model_fields.items()}
 _REQUEST_DEFAULTS = {name: field.default for name, field in RolloutRequest.model_fields.items()}
 
 
@@ -65,13 +64,11 @@ class JobInfo:
     max_rollouts: int
     """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
-    """The job's defaults for those settings of :class:`Sampling` that both the job and this client know."""
-    history: str = ""
-    """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
-    has_separate_history_redis: bool = False
+    """The job's defaults for the settings of :class:`Sampling`."""
+    history: str
+    """``namespace/name`` of the job's history."""
+    has_separate_history_redis: bool
     """Whether the history is on a separate Redis server instead of the job's."""
-    capabilities: frozenset[str] = frozenset()
-    """What the job offers in addition to version 1 of the protocol; see :class:`Capability`."""
 
     @classmethod
     def parse(cls, uid: str, name: str, description: Mapping[str, str]) -> Self:
@@ -97,29 +94,15 @@ class JobInfo:
                 max_model_len=int(description["max_model_len"]),
                 max_request_bytes=int(description["max_request_bytes"]),
                 max_rollouts=int(description["max_rollouts"]),
-                sampling=_known_defaults(description["sampling"]),
-                history=description.get("history", ""),
+                sampling=Sampling.model_validate_json(description["sampling"], extra="ignore").model_dump(),
+                history=description["history"],
                 has_separate_history_redis=description.get("history_redis") == "own",
-                capabilities=frozenset(description.get("capabilities", "").split()),
             )
         except (KeyError, ValueError) as error:
             raise VersionMismatchError(
                 f"the description of job {name} in Redis cannot be parsed ({type(error).__name__}: {error}); do "
                 "trainer and job run the same version of das-rollout?"
             ) from None
-
-    def require(self, capability: Capability, what: str) -> None:
-        """Check that the job offers *capability*.
-
-        Args:
-            capability: the capability.
-            what: what needs it, in errors.
-
-        Raises:
-            VersionMismatchError: the job is of a version that does not offer it.
-        """
-        if capability not in self.capabilities:
-            raise _too_old(self.name, what)
 
     def prepare(
         self,
@@ -142,23 +125,18 @@ class JobInfo:
         Args:
             prompt: the prompt.
             id_prefix: beginning of the request id.
-            client: name of the client that receives the rollouts.
+            client: name of the client.
             where: name of the prompt in errors.
             step: number of the training step.
-            keep_seconds: seconds for which the rollouts are kept under the request's id, instead of being sent to the
-                client's result stream.
-            stream: whether the tokens can be read while they are sampled; ignored by jobs that cannot stream.
+            keep_seconds: seconds for which the rollouts are kept; default: until the client releases them.
+            stream: whether the tokens can be read while they are sampled.
             identity: what is hashed instead of the request.
             traceparent: span of the caller; default: the active OpenTelemetry span, if there is one.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
-            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts, or does not know
-                a sampling setting.
         """
         bounds = {"min_weight_version": prompt.min_weight_version, "max_staleness": prompt.max_staleness}
-        if given := [name for name, value in bounds.items() if value is not None]:
-            self.require(Capability.STALENESS, f"{where}: {given[0]}")
         tokens = token_list(prompt.token_ids, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
         self._check_tokens(tokens, sampling, prompt.prefix, where)
@@ -186,7 +164,7 @@ class JobInfo:
             "half_logprobs": prompt.half_logprobs,
             "keep_seconds": keep_seconds,
             "traceparent": traceparent or current_traceparent(),
-            "stream": stream and Capability.STREAMED_TOKENS in self.capabilities,
+            "stream": stream,
         }
         ids: dict[str, Any] = {"job_uid": self.uid, "request_id": id_prefix, "reply_to": client}
         try:
@@ -213,10 +191,6 @@ class JobInfo:
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
-        for name in [name for name in overrides if name in _SAMPLING_DEFAULTS and name not in self.sampling]:
-            # A job of an earlier version could not even read the default value.
-            if overrides.pop(name) != _SAMPLING_DEFAULTS[name]:
-                raise _too_old(self.name, f"{where}: sampling.{name}")
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
@@ -296,8 +270,8 @@ async def find_job(
             if description:
                 job = JobInfo.parse(found, job_name or found, description)
                 ending = ended_error(job.name, description.get("state"), description.get("reason"))
-                unread: Any = await policy.run(partial(client.xlen, keys.results(name)), action=action)
-                if ending is None or uid is not None or unread:
+                kept: Any = await policy.run(partial(client.scard, keys.unreleased(name)), action=action)
+                if ending is None or uid is not None or kept:
                     return job, ending
         if time.monotonic() > deadline:
             raise ending or await _not_found_error(client, policy, job_name or str(uid), timeout)
@@ -339,20 +313,6 @@ def ended_error(name: str, state: str | None, reason: str | None) -> JobEndedErr
     return JobEndedError(f"job {name} is {state}{f': {reason}' if reason else ''}; it answers no more requests")
 
 
-def _known_defaults(published: str) -> dict[str, Any]:
-    """Return the sampling defaults that a job has published, without settings that only the job or this client knows.
-
-    Raises:
-        ValueError: they cannot be parsed.
-    """
-    defaults = Sampling.model_validate_json(published, extra="ignore").model_dump()
-    return {name: value for name, value in defaults.items() if name in json.loads(published)}
-
-
-def _too_old(job: str, what: str) -> VersionMismatchError:
-    return VersionMismatchError(f"{what}: job {job} is too old for it; upgrade the job's image")
-
-
 def parse_status(data: bytes | None) -> CoordinatorStatus | None:
     """Parse the job's status; None while no coordinator runs."""
     status = json.loads(data) if data else None
@@ -360,5 +320,5 @@ def parse_status(data: bytes | None) -> CoordinatorStatus | None:
 
 
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that have their default values: messages stay small, and readable by older versions."""
+    """Drop fields that have their default values: messages stay small."""
     return {name: value for name, value in fields.items() if value != _REQUEST_DEFAULTS[name]}

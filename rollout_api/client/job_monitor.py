@@ -1,51 +1,39 @@
-"""Watches a job on behalf of its client: its status, its end, and the lease on the client's name."""
+"""Watches a job on behalf of its client: its status and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import Protocol
 
 import redis
 import redis.asyncio
 
 from rollout_api.client.job_info import JobInfo, ended_error, parse_status
-from rollout_api.client.limits import LOG_INTERVAL_S, ClientLimits
-from rollout_api.client.name_lease import NameLease
-from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.request_queue import LOG_INTERVAL_S
+from rollout_api.client.results import Results
 from rollout_api.errors import JobChangedError, JobEndedError, RolloutClientError
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.status import CoordinatorStatus
 
 logger = logging.getLogger(__name__)
 
-
-class AwaitedResults(Protocol):
-    """What a client waits for."""
-
-    ending: RolloutClientError | None
-    """Why no further results will come; None while they may."""
-
-    @property
-    def num_awaited(self) -> int:
-        """Number of rollouts that were requested and have not been received."""
+_INTERVAL_S = 1.0
+"""Time between two checks of the job's state."""
+_COORDINATOR_GRACE_S = 5.0
+"""Time without a coordinator after which it is logged that the client waits for one."""
 
 
 class JobMonitor:
     """Reads the job's state about once a second.
 
-    It renews the lease on the client's name, tells the receiver of results when the job has ended, and tells the sender
-    of requests how many rollouts are open in the job.
+    It tells the client's results when the job has ended, and how many rollouts are open in it.
 
     Args:
         client: connection to Redis.
         job: the job.
         job_name: ``namespace/name`` by which the client found the job; None if it was given the uid.
-        lease: lease on the client's name; None if the client has no result stream.
         results: the client's results.
-        sender: the client's sender of requests.
-        limits: intervals of the client.
     """
 
     def __init__(
@@ -53,15 +41,12 @@ class JobMonitor:
         client: redis.asyncio.Redis,
         job: JobInfo,
         job_name: str | None,
-        lease: NameLease | None,
-        results: AwaitedResults,
-        sender: RequestSender,
-        limits: ClientLimits,
+        results: Results,
     ) -> None:
         self.status: CoordinatorStatus | None = None
         """Latest status of the job; None while no coordinator runs."""
         self._client, self._job, self._job_name = client, job, job_name
-        self._lease, self._results, self._sender, self._limits = lease, results, sender, limits
+        self._results = results
         self._keys = MessageKeys(job.uid)
         self._last_status = time.monotonic()
         self._last_log = 0.0
@@ -75,7 +60,7 @@ class JobMonitor:
                 pass  # reads of results and writes of requests report an outage themselves
             except Exception:
                 logger.exception("Checking the state of the job failed; trying again.")
-            await asyncio.sleep(self._limits.monitor_interval_s)
+            await asyncio.sleep(_INTERVAL_S)
 
     async def _check(self) -> None:
         pipeline = self._client.pipeline(transaction=False)
@@ -83,23 +68,11 @@ class JobMonitor:
         pipeline.hmget(self._keys.job, ["state", "reason"])
         if self._job_name is not None:
             pipeline.get(job_uid_key(self._job_name))
-        if self._lease is not None:
-            pipeline.get(self._lease.key)
-        status, description, *found = await pipeline.execute()
-        uid = found.pop(0) if self._job_name is not None else None
+        status, description, *uid = await pipeline.execute()
         self.status = parse_status(status)
-        self._sender.observe_status(self.status)
         self._log_missing_coordinator()
         state, reason = (None if value is None else value.decode() for value in description)
-        ending = self._ending(uid, state, reason)
-        if self._lease is None:
-            self._results.ending = ending
-            return
-        [holder] = found
-        if holder is not None and not self._lease.is_held_by_this_process(holder):
-            ending = self._lease.in_use_error(holder)
-        self._results.ending = ending
-        await self._lease.renew(holder)
+        self._results.observe(self.status, self._ending(uid[0] if uid else None, state, reason))
 
     def _ending(self, uid: bytes | None, state: str | None, reason: str | None) -> RolloutClientError | None:
         """Return why the job answers no more requests; None while it does."""
@@ -120,7 +93,7 @@ class JobMonitor:
         waiting = self._results.num_awaited
         outage = now - self._last_status
         log_is_due = now - self._last_log > LOG_INTERVAL_S
-        if outage > self._limits.coordinator_grace_s and waiting and log_is_due:
+        if outage > _COORDINATOR_GRACE_S and waiting and log_is_due:
             self._last_log = now
             logger.warning(
                 "Job %s has had no coordinator for %.0f s; the requests for %d rollouts are kept in Redis until it is "

@@ -10,9 +10,9 @@ import redis.asyncio
 from rollout_api.client.engine_reports import read_engine_reports
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.request_sender import RequestSender
-from rollout_api.errors import PauseError, VersionMismatchError
+from rollout_api.errors import PauseError
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.protocol.messages import Capability, Pause, PauseMode, Resume, encode
+from rollout_api.protocol.messages import Pause, PauseMode, Resume, encode
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
 _POLL_INTERVAL_S = 0.05
@@ -56,8 +56,6 @@ class JobPauser:
 
     async def _change(self, mode: PauseMode | None, timeout: float) -> None:
         """Pause the job, or resume it if *mode* is None, and wait for the engines."""
-        if Capability.PAUSE not in self._job.capabilities:
-            raise VersionMismatchError(f"job {self._job.name} cannot be paused; upgrade the job's image")
         what = "resumed" if mode is None else "paused"
         deadline, num_sent = time.monotonic() + timeout, 0
         entry_id = ""

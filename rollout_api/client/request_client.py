@@ -9,27 +9,25 @@ from dataclasses import dataclass, replace
 from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.adapter_names import AdapterNames
 from rollout_api.client.connection import CLOSED, JobConnection
-from rollout_api.client.idempotency_keys import IdempotencyKeys
 from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
-from rollout_api.client.kept_results import KeptResults, TokensCallback
-from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
+from rollout_api.client.open_request import TokensCallback
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender
-from rollout_api.client.turn_records import TurnRecords
+from rollout_api.client.results import Results
+from rollout_api.client.server_records import AdapterNames, IdempotencyKeys, TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.client.weight_transfer import WeightTransfer
-from rollout_api.errors import RolloutClientError, VersionMismatchError
+from rollout_api.errors import RolloutClientError
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.protocol.messages import Capability, Rollout
+from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 
 CLIENT_NAME = "requests"
-"""Name under which these clients send requests. It has no result stream."""
+"""Name under which all these clients send requests."""
 DEFAULT_KEEP_SECONDS = 600
 """How long the rollouts of a request are kept by default."""
 
@@ -39,7 +37,7 @@ class _Session:
     """What an open client has."""
 
     job: JobInfo
-    results: KeptResults
+    results: Results
     turns: TurnRecords
     adapters: AdapterNames
     idempotency_keys: IdempotencyKeys
@@ -47,7 +45,7 @@ class _Session:
     transfer: WeightTransfer
     pauser: JobPauser
     monitor: JobMonitor
-    tasks: list[asyncio.Task[None]]
+    monitoring: asyncio.Task[None]
 
 
 class RequestClient(JobConnection):
@@ -88,13 +86,13 @@ class RequestClient(JobConnection):
         """
         return cls(redis, job, uid, timeout, reconnect_timeout)
 
-    async def open(self, limits: ClientLimits = DEFAULT_LIMITS) -> Self:
+    async def open(self) -> Self:
         """Wait for the job and read its description. ``async with`` does this on entry.
 
         Raises:
             JobNotFoundError: the job did not appear in time.
             JobEndedError: the job has ended.
-            VersionMismatchError: the job is of a version that does not keep rollouts.
+            VersionMismatchError: the job uses another version of the protocol.
             RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -105,17 +103,15 @@ class RequestClient(JobConnection):
             )
             if ending is not None:
                 raise ending
-            if Capability.KEPT_RESULTS not in job.capabilities:
-                raise VersionMismatchError(f"job {job.name} does not keep rollouts by request; upgrade the job's image")
             keys = MessageKeys(job.uid)
-            sender = RequestSender(self._redis, job, self._policy)
-            results = KeptResults(self._redis, keys, sender, self._policy)
+            sender = RequestSender(self._redis, keys, self._policy)
+            results = Results(self._redis, job, CLIENT_NAME, sender, self._policy)
             await results.open()
         except BaseException:
             await self._redis.aclose()
             raise
-        publisher = WeightPublisher(self._redis, keys, sender, self._policy, job)
-        monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
+        publisher = WeightPublisher(self._redis, keys, sender, self._policy)
+        monitor = JobMonitor(self._redis, job, self._job_name, results)
         self._session = _Session(
             job=job,
             results=results,
@@ -123,14 +119,10 @@ class RequestClient(JobConnection):
             adapters=AdapterNames(self._redis, keys, self._policy),
             idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
             publisher=publisher,
-            transfer=WeightTransfer(self._redis, job, sender, self._policy, publisher),
+            transfer=WeightTransfer(self._redis, keys, sender, self._policy, publisher),
             pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
-            tasks=[
-                asyncio.create_task(results.send(), name="send requests"),
-                asyncio.create_task(results.receive(), name="receive rollouts"),
-                asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
-            ],
+            monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
         )
         return self
 
@@ -139,8 +131,8 @@ class RequestClient(JobConnection):
         self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
-            await cancel_and_wait(*session.tasks)
-            session.results.fail_all(RolloutClientError(CLOSED))
+            await cancel_and_wait(session.monitoring)
+            await session.results.close(RolloutClientError(CLOSED))
         await self._redis.aclose()
 
     @property
@@ -196,7 +188,7 @@ class RequestClient(JobConnection):
 
     @property
     def transfer(self) -> WeightTransfer:
-        """Receives weights from trainers that send them as to vLLM's own server.
+        """Lets the engines receive weights as vLLM's own server does.
 
         Raises:
             RolloutClientError: the client is not connected yet.

@@ -1,27 +1,24 @@
-"""One training step: its requests, the rollouts that are received for them, and their acknowledgement."""
+"""One training step: its requests, their rollouts, and the release of the results."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
-from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups
 from rollout_api.client.job_info import JobInfo, PreparedRequest
 from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.open_request import AwaitedRequest, Inbox, Leftovers, OpenRequest, PromptRequest
 from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of, parse_choice
-from rollout_api.client.request_sender import RequestSender
-from rollout_api.client.result_receiver import ResultReceiver
-from rollout_api.client.step_state import PendingRequest, StepState, first_id
+from rollout_api.client.request_queue import first_id
+from rollout_api.client.results import Results
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.manifest.spec import Sampling
@@ -32,12 +29,6 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 1.0
 """Time between two calls of a progress callback."""
-_LAST_BATCH_TIMEOUT_S = 2.0
-"""How long a cancellation waits for the batch of requests that is being sent."""
-_CANCEL_RETRY_PAUSE_S = 2.0
-"""Pause before a cancellation is first repeated; it doubles with each repetition."""
-_MAX_CANCEL_RETRY_PAUSE_S = 60.0
-"""Longest pause between two repetitions of a cancellation."""
 
 
 @dataclass(frozen=True)
@@ -59,77 +50,9 @@ class StepProgress:
 OnProgress = Callable[[StepProgress], None]
 
 
-class StepRegistry:
-    """Records which steps of a client are open, which have ended, and what they have requested.
-
-    Args:
-        max_ended: number of ended steps to remember.
-        max_requests: number of requests to remember.
-    """
-
-    def __init__(self, max_ended: int, max_requests: int) -> None:
-        self.job_is_closed = False
-        """Whether this client has closed the job, so that no more steps may be opened."""
-        self._max_ended, self._max_requests = max_ended, max_requests
-        self._num_samples: OrderedDict[str, int] = OrderedDict()
-        """Request id → its number of samples."""
-        self._open: set[AsyncStep] = set()
-        self._ended: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        """Number and hash of the request ids of each step that has ended."""
-
-    @property
-    def open_steps(self) -> list[AsyncStep]:
-        """Steps that are open."""
-        return list(self._open)
-
-    def record_requests(self, requests: Iterable[PreparedRequest]) -> None:
-        """Record that steps have sent these requests."""
-        for request in requests:
-            self._num_samples[request.request_id] = request.n
-            self._num_samples.move_to_end(request.request_id)
-        while len(self._num_samples) > self._max_requests:
-            self._num_samples.popitem(last=False)
-
-    def has_requested(self, rollout_id: RolloutId) -> bool:
-        """Return whether a rollout belongs to one of the latest requests."""
-        return 0 <= rollout_id.sample < self._num_samples.get(first_id(rollout_id.request_id), 0)
-
-    def open(self, step: AsyncStep, request_ids: Sequence[str]) -> None:
-        """Record that a step is being opened with these requests.
-
-        Raises:
-            InvalidRequestError: the job is closed, or the step has ended before.
-        """
-        if self.job_is_closed:
-            raise InvalidRequestError(f"step {step.number}: this client has closed the job")
-        if request_ids and (step.number, _hash(request_ids)) in self._ended:
-            raise InvalidRequestError(
-                f"step {step.number} with these prompts has ended: its rollouts were received. To sample the same "
-                "prompts again, use the next step number"
-            )
-        self._open.add(step)
-
-    def close(self, step: AsyncStep, ended_ids: Sequence[str] | None) -> None:
-        """Record that a step was left.
-
-        Args:
-            step: the step.
-            ended_ids: ids of its requests if it has ended, that is, if its results are acknowledged.
-        """
-        self._open.discard(step)
-        if ended_ids is not None:
-            self._ended[step.number, _hash(ended_ids)] = None
-            if len(self._ended) > self._max_ended:
-                self._ended.popitem(last=False)
-
-
-def _hash(request_ids: Sequence[str]) -> bytes:
-    return blake2b("\n".join(request_ids).encode(), digest_size=8).digest()
-
-
-@dataclass(frozen=True)
+@dataclass
 class StepContext:
-    """What all steps of one client use."""
+    """What all steps of one client share."""
 
     client_name: str
     """Name of the client."""
@@ -137,22 +60,25 @@ class StepContext:
     """Description of the job."""
     monitor: JobMonitor
     """Source of the job's status."""
-    sender: RequestSender
-    """Sender of requests."""
-    results: ResultReceiver
-    """Receiver of rollouts."""
-    registry: StepRegistry
-    """Record of open and ended steps."""
+    results: Results
+    """Sends requests and reads their results."""
+    leftovers: Leftovers
+    """Requests of steps that are not open and whose results are kept."""
+    job_is_closed: bool = False
+    """Whether this client has closed the job, so that no more steps may be opened."""
+    open_steps: set[AsyncStep] = field(default_factory=set)
+    """Steps that are open."""
+    open_ids: set[str] = field(default_factory=set)
+    """First ids of the requests of open steps."""
 
 
 class AsyncStep:
     """The rollouts of some prompts: ``async with client.step(17, prompts) as step: async for rollout in step: …``.
 
-    Leaving the block normally acknowledges the results: they are not delivered again, and rollouts that are still
-    missing are cancelled and dropped. Leaving it by an exception acknowledges nothing. If the step is then opened again
-    with the same prompts, for example by a restarted trainer, it receives the rollouts that were delivered before, and
-    then the rest; nothing is sampled twice. Rollouts that an earlier trainer with this name acknowledged have been
-    deleted; if they are requested again, they are sampled again.
+    Leaving the block normally releases the results: the job deletes them, and rollouts that are still missing are
+    cancelled and dropped. Leaving it by an exception releases nothing. If the step is then opened again with the same
+    prompts, for example by a restarted trainer, it receives the rollouts that there are, and then the rest; nothing is
+    sampled twice. If a step is opened again whose results were released, its rollouts are sampled again.
     """
 
     def __init__(
@@ -170,13 +96,21 @@ class AsyncStep:
         self._prompts = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
         self._on_progress = on_progress
         self._last_progress = 0.0
-        self._state = StepState(number)
+        self._inbox = Inbox()
+        self._requests: list[PromptRequest] = []
+        """Requests of the prompts, in their order."""
+        self._turns: dict[AwaitedRequest, None] = {}
+        """Requests of turns that are awaited."""
+        self._ended_turns: list[str] = []
+        """Ids of the requests of all other turns."""
+        self._ids: dict[str, int] = {}
+        """First id of each request → index of its prompt; -1 for a turn."""
         self._is_running = False
         self._is_cancelled = False
+        self._may_be_answered = True
+        """Whether the step, or one after it, was opened before under the client's name."""
+        self._num_opened_before = 0
         self._num_trajectories = 0
-        self._submission: asyncio.Task[None] | None = None
-        self._sending_again: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # Opening and leaving.
 
@@ -184,24 +118,26 @@ class AsyncStep:
         """Validate all prompts and start sending them. ``async with`` does this on entry.
 
         Raises:
-            InvalidRequestError: the job cannot serve a prompt, or the step is open or has ended; nothing was sent.
+            InvalidRequestError: the job cannot serve a prompt, or the step is open; nothing was sent.
         """
         if self._is_running:
             raise InvalidRequestError(f"step {self.number} is open already")
         prepared = await asyncio.to_thread(self.prepare_requests)
-        request_ids = [request.request_id for request in prepared]
-        if any(self._context.results.is_registered(request_id) for request_id in request_ids):
+        context = self._context
+        may_be_answered = await context.results.open_step(self.number)
+        if context.job_is_closed:
+            raise InvalidRequestError(f"step {self.number}: this client has closed the job")
+        ids = {request.request_id: index for index, request in enumerate(prepared)}
+        if not context.open_ids.isdisjoint(ids):
             raise InvalidRequestError(f"step {self.number} with these prompts is open already")
-        self._context.registry.open(self, request_ids)
-        self._is_running, self._is_cancelled = True, False
-        self._state = StepState(self.number)
-        for index, request in enumerate(prepared):
-            self._state.add(PendingRequest(index, request.request_id, request.n, request.data))
-        self._context.registry.record_requests(prepared)
-        self._context.results.register(self._state, request_ids)
-        self._context.results.start()
-        self._sending_again = self._run(self._send_again_when_needed())
-        self._submission = self._run(self._submit(list(self._state.requests.values())))
+        self._inbox, self._ids, self._ended_turns, self._num_trajectories = Inbox(), ids, [], 0
+        self._is_running, self._is_cancelled, self._may_be_answered = True, False, may_be_answered
+        self._requests = [PromptRequest(request, self._inbox, may_be_answered=may_be_answered) for request in prepared]
+        self._turns = {}
+        self._num_opened_before = context.leftovers.open_step()
+        context.open_ids.update(ids)
+        context.open_steps.add(self)
+        context.results.add(self._requests)
         return self
 
     def prepare_requests(self) -> list[PreparedRequest]:
@@ -222,50 +158,49 @@ class AsyncStep:
             for index, prompt in enumerate(self._prompts)
         ]
 
-    async def end(self, *, acknowledge: bool = True) -> None:
+    async def end(self, *, release: bool = True) -> None:
         """Leave the step. ``async with`` does this on exit.
 
         Args:
-            acknowledge: whether to acknowledge the results; False leaves the step as an exception does.
+            release: whether to release the results; False leaves the step as an exception does.
 
         Raises:
-            RedisUnreachableError: Redis was unreachable for too long; unacknowledged results are delivered again.
+            RedisUnreachableError: Redis was unreachable for too long; results that were not released are kept.
         """
         if not self._is_running:
             return
         self._is_running = False
-        self._num_trajectories = 0
-        has_ended = False
+        context = self._context
+        is_released = False
         try:
-            if acknowledge:
-                await self._cancel_and_acknowledge()
-                has_ended = True
+            if release:
+                await self._cancel_and_release()
+                is_released = True
         finally:
-            await cancel_and_wait(*self._tasks)
-            self._state.close()
-            if not has_ended:
-                self._context.results.release(self._state)
-            self._context.registry.close(self, list(self._state.prompt_requests) if has_ended else None)
+            context.results.remove(self._open_requests, keep=not is_released)
+            if not is_released:
+                context.leftovers.add(self._ended_turns)
+            for turn in self._turns:
+                turn.answer.cancel()
+            context.open_ids.difference_update(self._ids)
+            context.open_steps.discard(self)
 
-    async def _cancel_and_acknowledge(self) -> None:
-        state = self._state
-        if state.num_open and not self._is_cancelled:
+    async def _cancel_and_release(self) -> None:
+        inbox, context = self._inbox, self._context
+        if inbox.num_missing and not self._is_cancelled:
             logger.warning(
-                "Step %d was left with %d of %d rollouts not received; they are cancelled, and dropped when they "
-                "arrive.",
+                "Step %d was left with %d of %d rollouts not received; they are cancelled and dropped.",
                 self.number,
-                state.num_open,
-                state.num_total,
+                inbox.num_missing,
+                inbox.num_total,
             )
-        if self._submission is not None:
-            # While Redis is full, the submission would wait for memory. The batch in flight is cancelled below.
-            await cancel_and_wait(self._submission)
-        if state.num_open or state.num_open_turns:
+        if any(request.num_unanswered for request in self._open_requests):
             await self.cancel()
-        if self._sending_again is not None:
-            # Once the step is finished, this task would register it again.
-            await cancel_and_wait(self._sending_again)
-        await self._context.results.finish(state)
+        past = context.leftovers.take_past(self.number, self._num_opened_before)
+        if past:
+            logger.info("Released the results of %d requests of earlier steps, which no step has opened.", len(past))
+        own = [*(request.request.request_id for request in self._open_requests), *self._ended_turns]
+        await context.results.release([*own, *past])
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -273,7 +208,7 @@ class AsyncStep:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.end(acknowledge=error is None)
+        await self.end(release=error is None)
 
     # Consuming rollouts.
 
@@ -304,25 +239,22 @@ class AsyncStep:
             RolloutClientError: under the same conditions as when iterating.
         """
         self._check_running()
-        state, results = self._state, self._context.results
+        inbox, results = self._inbox, self._context.results
         deadline = time.monotonic() + (_PROGRESS_INTERVAL_S if timeout is None else timeout)
         while True:
-            if rollouts := state.take_ready(limit):
-                results.notify_demand()
-                return rollouts
-            if state.has_deferred:
-                await self._fetch_deferred(state)
+            if inbox.rollouts:
+                return [inbox.rollouts.popleft() for _ in range(min(limit, len(inbox.rollouts)))]
+            if announced := inbox.take_announced():
+                await results.read(announced)
                 continue
-            state.raise_if_failed()
-            if state.is_complete:
-                state.raise_if_incomplete()
+            if not inbox.num_missing:
+                inbox.raise_if_incomplete()
                 return None
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if inbox.failure is not None:
+                raise inbox.failure
+            if (remaining := deadline - time.monotonic()) <= 0:
                 return []
-            results.notify_demand()
-            if not await state.wait_for_change(remaining):
-                return []
+            await inbox.wait_for_change(remaining)
 
     async def collect(
         self, min_complete_groups: int | None = None, *, order: GroupOrder | str = GroupOrder.READY_FIRST
@@ -352,12 +284,12 @@ class AsyncStep:
         Raises:
             KeyError: the rollout does not belong to this step.
         """
-        return self._state.requests[first_id(RolloutId.parse(rollout.rollout_id).request_id)].prompt_index
+        return self._ids[first_id(RolloutId.parse(rollout.rollout_id).request_id)]
 
     @property
     def group_sizes(self) -> list[int]:
         """Number of rollouts that each of the step's prompts asks for."""
-        return [request.n for request in self._state.prompt_requests.values()]
+        return [request.request.n for request in self._requests]
 
     @property
     def is_cancelled(self) -> bool:
@@ -365,17 +297,10 @@ class AsyncStep:
         return self._is_cancelled
 
     @property
-    def num_unread(self) -> int:
-        """Number of rollouts in memory that have not been consumed."""
-        return self._state.num_unread
-
-    @property
     def progress(self) -> StepProgress:
         """Progress of the step, including the turns of its trajectories."""
-        state = self._state
-        return StepProgress(
-            self.number, state.num_done, state.num_total, state.num_tokens, self._context.monitor.status or NO_STATUS
-        )
+        inbox, status = self._inbox, self._context.monitor.status or NO_STATUS
+        return StepProgress(self.number, inbox.num_done, inbox.num_total, inbox.num_tokens, status)
 
     def report_progress(self, *, is_final: bool) -> None:
         """Call the progress callback if it is due. Iterating does this."""
@@ -393,28 +318,9 @@ class AsyncStep:
         Running samples return their partial output, with the finish reason ``cancelled``. Requests that were not sent
         yet are withdrawn and return nothing.
         """
-        is_first, self._is_cancelled = not self._is_cancelled, True
-        state = self._state
-        if self._submission is not None:
-            # The batch that is being sent counts as sent, unless Redis is full or unreachable.
-            await asyncio.wait([self._submission], timeout=_LAST_BATCH_TIMEOUT_S)
-            await cancel_and_wait(self._submission)
-        # Requests that were not sent are included: an earlier trainer may have sent them.
-        open_ids = state.open_ids
-        state.withdraw_unsent(list(state.requests.values()))
-        if open_ids:
-            await self._context.sender.cancel(open_ids)
-            if is_first and self._is_running:
-                self._run(self._repeat_cancellation())
-
-    async def _repeat_cancellation(self) -> None:
-        """Repeat the cancellation while requests are open, because Redis may lose it in a crash."""
-        pause = _CANCEL_RETRY_PAUSE_S
-        while True:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _MAX_CANCEL_RETRY_PAUSE_S)
-            if open_ids := self._state.open_ids:
-                await self._context.sender.cancel(open_ids)
+        self._is_cancelled = True
+        withdrawal = RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
+        await self._context.results.cancel(self._open_requests, withdrawal=withdrawal)
 
     # Trajectories.
 
@@ -483,106 +389,36 @@ class AsyncStep:
         return [answer for answer in answers if isinstance(answer, Rollout)]
 
     async def _request_turns(self, prepared: Sequence[PreparedRequest]) -> list[Rollout | BaseException]:
-        state = self._state
-        ids = [request.request_id for request in prepared]
-        if len(set(ids)) < len(ids) or not state.requests.keys().isdisjoint(ids):
+        ids = dict.fromkeys((request.request_id for request in prepared), -1)
+        if len(ids) < len(prepared) or not self._context.open_ids.isdisjoint(ids):
             raise InvalidRequestError(f"step {self.number}: a turn of a trajectory was requested twice")
-        answers: list[asyncio.Future[Rollout]] = []
-        requests = []
-        for request in prepared:
-            answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-            answers.append(answer)
-            requests.append(PendingRequest(-1, request.request_id, request.n, request.data, answer))
-            state.add(requests[-1])
-        self._context.registry.record_requests(prepared)
-        self._register(ids)
-        await self._submit(requests)
         if self._is_cancelled:
-            state.withdraw_unsent(requests)
-        return await asyncio.gather(*answers, return_exceptions=True)
+            raise RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
+        self._ids |= ids
+        self._context.open_ids.update(ids)
+        requests = [AwaitedRequest(request, may_be_answered=self._may_be_answered) for request in prepared]
+        self._turns |= dict.fromkeys(requests)
+        self._inbox.num_total += len(requests)
+        self._context.results.add(requests)
+        answers = await asyncio.gather(*(request.answer for request in requests), return_exceptions=True)
+        turns = [answer if isinstance(answer, BaseException) else answer[0] for answer in answers]
+        for turn in turns:
+            if isinstance(turn, Rollout):
+                self._inbox.count(turn)
+        # The step may have very many turns, so their rollouts are not kept in memory.
+        self._context.results.remove(requests)
+        for request in requests:
+            self._turns.pop(request, None)
+            self._ended_turns.append(request.request.request_id)
+        return turns
 
-    # Sending.
-
-    async def _submit(self, requests: Sequence[PendingRequest], *, even_if_cancelled: bool = False) -> None:
-        """Send requests as the job has capacity for them, until all are sent or the step is cancelled."""
-        state, results = self._state, self._context.results
-        queue = deque(requests)
-        while queue and results.ending is None and (even_if_cancelled or not self._is_cancelled):
-            for request, entry_id in await self._context.sender.send_batch(queue, results.num_awaited):
-                state.mark_sent(request, entry_id)
-
-    async def _send_again_when_needed(self) -> None:
-        """Send requests that got another id, and all open ones after Redis may have lost them."""
-        state = self._state
-        while True:
-            await state.has_work.wait()
-            state.has_work.clear()
-            if requests := state.take_resubmissions():
-                # An earlier trainer may have used the new ids too, and ended before it acknowledged the results.
-                self._register([request.request_id for request in requests])
-                if self._is_cancelled:
-                    state.withdraw_unsent(requests)
-                else:
-                    self._run(self._submit(requests))
-            if state.take_resend():
-                self._run(self._resend())
-
-    async def _resend(self) -> None:
-        """Send everything open again: Redis was unreachable and may have lost it. Repetitions are harmless."""
-        state = self._state
-        sent = [request for request in state.requests.values() if request.entry_id is not None and request.num_open]
-        # Requests of a cancelled step are sent too: the job only answers requests that it has.
-        await self._submit(sent, even_if_cancelled=True)
-        if self._is_cancelled and (open_ids := state.open_ids):
-            await self._context.sender.cancel(open_ids)
-
-    # Internals.
+    @property
+    def _open_requests(self) -> list[OpenRequest]:
+        return [*self._requests, *self._turns]
 
     def _check_running(self) -> None:
         if not self._is_running:
             raise RolloutClientError(f"step {self.number} is not open: use it in 'with client.step(…) as step'")
-
-    def _register(self, request_ids: Sequence[str]) -> None:
-        """Route the results of requests to this step; fetch those that are held for turns immediately."""
-        self._context.results.register(self._state, request_ids)
-        if self._state.has_deferred_turns:
-            self._run(self._fetch_deferred_turns())
-
-    async def _fetch_deferred_turns(self) -> None:
-        state = self._state
-        while state.has_deferred_turns:
-            await self._fetch_deferred(state)
-
-    async def _fetch_deferred(self, state: StepState) -> None:
-        """Read some deferred results from Redis."""
-        deferred = state.take_deferred()
-        try:
-            found = await self._context.results.fetch(deferred)
-        except BaseException:
-            state.return_deferred(deferred)
-            raise
-        for unreadable in state.deliver_fetched(deferred, found):
-            self._run(self._context.results.dead_letter(*unreadable))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run *work* in a separate task; if it fails, the step fails."""
-        state = self._state
-
-        async def run_or_fail() -> None:
-            try:
-                await work
-            except RolloutClientError as error:
-                state.fail(error)
-            except Exception as error:
-                logger.exception("Step %d failed.", self.number)
-                state.fail(RolloutClientError(f"step {self.number} failed: {type(error).__name__}: {error}"))
-
-        task = asyncio.create_task(run_or_fail(), name=f"step {self.number}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # If the task is cancelled before it starts, the coroutine was never awaited.
-        task.add_done_callback(lambda _: work.close())
-        return task
 
 
 def _raise_failed_turns(errors: Sequence[BaseException]) -> None:

@@ -17,11 +17,10 @@ from rollout_api.client.connection import CLOSED
 from rollout_api.client.group_queue import AsyncGroupQueue, Group, RewardFunction
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
-from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
+from rollout_api.client.weight_publisher import Checksum, PublishedWeights
 from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
@@ -29,8 +28,7 @@ from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
-from rollout_api.weights.delta_weights import DeltaWeights
-from rollout_api.weights.in_memory import NamedTensors
+from rollout_api.weights.in_memory import TensorsInMemory
 
 _TAKE_LIMIT = 64
 """Rollouts that are handed from the event loop's thread to the caller's at once."""
@@ -90,9 +88,9 @@ class Step:
         self._taken.clear()  # rollouts that were left over before the step was opened again are delivered again
         return self
 
-    def end(self, *, acknowledge: bool = True) -> None:
+    def end(self, *, release: bool = True) -> None:
         """See :meth:`AsyncStep.end`."""
-        self._loop.run(self._step.end(acknowledge=acknowledge))
+        self._loop.run(self._step.end(release=release))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -100,7 +98,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.end(acknowledge=error is None)
+        self.end(release=error is None)
 
     def __iter__(self) -> Iterator[Rollout]:
         """See :meth:`AsyncStep.__aiter__`."""
@@ -187,7 +185,7 @@ class GroupQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._loop.run(self._queue.end(acknowledge=error is None))
+        self._loop.run(self._queue.end(release=error is None))
 
     def take(self, count: int) -> list[Group]:
         """See :meth:`AsyncGroupQueue.take`."""
@@ -249,7 +247,6 @@ class RolloutClient:
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
-        limits: ClientLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Connect to a job; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
         return cls(
@@ -261,7 +258,6 @@ class RolloutClient:
                 timeout=timeout,
                 reconnect_timeout=reconnect_timeout,
                 history_redis=history_redis,
-                limits=limits,
             )
         )
 
@@ -374,7 +370,7 @@ class RolloutClient:
     def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights | DeltaWeights,
+        weights: str | Path | TensorsInMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -389,27 +385,31 @@ class RolloutClient:
             )
         )
 
-    def publish_tensors(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        *,
-        host: str | None = None,
-        port: int = 0,
-        trainers: Any = None,
-        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
-        timeout: float = 600.0,
-    ) -> PublishedWeights:
-        """See :meth:`AsyncRolloutClient.publish_tensors`."""
-        return self._loop.run(
-            self._client.publish_tensors(
-                version, tensors, host=host, port=port, trainers=trainers, mode=mode, timeout=timeout
-            )
-        )
+    def transfer_backend(self, *, timeout: float = 600.0) -> str:
+        """See :meth:`AsyncRolloutClient.transfer_backend`."""
+        return self._loop.run(self._client.transfer_backend(timeout=timeout))
 
-    def broadcast_backend(self, *, timeout: float = 600.0) -> str:
-        """See :meth:`AsyncRolloutClient.broadcast_backend`."""
-        return self._loop.run(self._client.broadcast_backend(timeout=timeout))
+    def get_world_size(self, *, timeout: float = 600.0) -> int:
+        """See :meth:`AsyncRolloutClient.get_world_size`."""
+        return self._loop.run(self._client.get_world_size(timeout=timeout))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.init_weight_transfer_engine`."""
+        self._loop.run(self._client.init_weight_transfer_engine(init_info, timeout=timeout))
+
+    def start_weight_update(
+        self, version: int | None = None, *, mode: UpdateMode | str = UpdateMode.RECOMPUTE, timeout: float = 600.0
+    ) -> None:
+        """See :meth:`AsyncRolloutClient.start_weight_update`."""
+        self._loop.run(self._client.start_weight_update(version, mode=mode, timeout=timeout))
+
+    def update_weights(self, update_info: dict[str, Any], *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.update_weights`."""
+        self._loop.run(self._client.update_weights(update_info, timeout=timeout))
+
+    def finish_weight_update(self, weight_version: str | None = None, *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.finish_weight_update`."""
+        self._loop.run(self._client.finish_weight_update(weight_version, timeout=timeout))
 
     def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """See :meth:`AsyncRolloutClient.pause`."""

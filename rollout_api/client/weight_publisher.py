@@ -7,24 +7,19 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import redis
 import redis.asyncio
 
-from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.engine_reports import read_engine_reports
-from rollout_api.client.job_info import JobInfo
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
-    Broadcast,
-    Capability,
     UpdateMode,
     WeightsKind,
     WeightUpdate,
@@ -33,7 +28,6 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.checksum import checksum
-from rollout_api.weights.delta_weights import DeltaWeights
 
 logger = logging.getLogger(__name__)
 
@@ -45,38 +39,6 @@ _LOG_INTERVAL_S = 30.0
 
 Checksum = Literal["compute"] | str | None
 """A SHA-256 in hex, ``compute`` to have the client compute it, or None for weights that are not to be verified."""
-
-
-class InMemoryWeights(Protocol):
-    """Full weights that are broadcast to the engines; see :class:`rollout_api.weights.in_memory.ModelInMemory`."""
-
-    backend: str
-    """Backend of the broadcast: nccl or gloo."""
-
-    def offer(self, engines: Mapping[str, int], *, buckets: bool) -> tuple[str, Broadcast]:
-        """Return the trainer's address, and what an engine needs to know in order to take part.
-
-        Args:
-            engines: number of worker processes of each engine.
-            buckets: whether the job can receive several tensors at once.
-        """
-        ...
-
-    def send(self, uri: str, offer: Broadcast) -> None:
-        """Broadcast the weights; return when all engines have received them.
-
-        Raises:
-            RuntimeError: an engine does not take part, or the offer was withdrawn.
-        """
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Tell the trainer's other processes that :meth:`send` will not be called."""
-        ...
-
-    def withdraw(self) -> None:
-        """Make :meth:`send`, and with it the engines, stop waiting for engines that are missing."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,13 +63,14 @@ class PublishedWeights:
 
 
 @dataclass
-class _Publication:
+class Publication:
     """An update that was sent."""
 
     update: WeightUpdate
     """Message that was sent."""
     entry_id: str
-    """Id of its entry in the control stream, which the coordinator deletes once it has adopted the update."""
+    """Id of its entry in the control stream, which the coordinator deletes once it has adopted the update; '' if it has
+    adopted it."""
 
 
 class WeightPublisher:
@@ -118,7 +81,6 @@ class WeightPublisher:
         keys: keys of the job.
         sender: sender of messages.
         policy: how failing commands are retried.
-        job: description of the job.
     """
 
     def __init__(
@@ -127,111 +89,35 @@ class WeightPublisher:
         keys: MessageKeys,
         sender: RequestSender,
         policy: ClientRetryPolicy,
-        job: JobInfo,
     ) -> None:
-        self._client, self._keys, self._sender, self._policy, self._job = client, keys, sender, policy, job
+        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
 
     async def publish(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights | DeltaWeights,
-        *,
-        kind: WeightsKind,
-        mode: UpdateMode,
-        sha256: Checksum,
-        wait: bool,
-        timeout: float,
-    ) -> PublishedWeights:
-        """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
-        if isinstance(weights, DeltaWeights):
-            return await self._publish_deltas(
-                version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
-            )
-        if isinstance(weights, str | Path):
-            return await self._publish_directory(
-                version, str(weights), kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
-            )
-        try:
-            engines = await self._engines_before(version)
-            if kind is not WeightsKind.FULL or not wait:
-                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
-            if mode is UpdateMode.DRAIN:
-                raise InvalidRequestError(
-                    "mode drain cannot be used for weights in memory, because a broadcast reaches all engines at once "
-                    "and they finish their rollouts at different times: use mode recompute or keep"
-                )
-            _check_identity(version, "", engines)
-            engines, uri, offer = await self._offer(version, weights, engines, timeout)
-            publication = await self._send(WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode))
-        except BaseException as error:
-            await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
-            raise
-        return await self._broadcast(publication, weights, engines, timeout)
-
-    async def _publish_directory(
-        self,
-        version: int,
         directory: str,
         *,
-        kind: WeightsKind,
-        mode: UpdateMode,
-        sha256: Checksum,
-        wait: bool,
+        kind: WeightsKind = WeightsKind.FULL,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+        sha256: Checksum = None,
+        wait: bool = True,
         timeout: float,
     ) -> PublishedWeights:
-        engines = await self._engines_before(version)
+        """Publish a directory; see :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
+        engines = await self.engines_before(version)
         digest = await _resolve_checksum(directory, sha256)
         update = WeightUpdate(weight_version=version, uri=directory, weights_kind=kind, sha256=digest, mode=mode)
-        return await self._publish_update(update, engines, wait=wait, timeout=timeout)
-
-    async def _publish_deltas(
-        self,
-        version: int,
-        weights: DeltaWeights,
-        *,
-        kind: WeightsKind,
-        mode: UpdateMode,
-        sha256: Checksum,
-        wait: bool,
-        timeout: float,
-    ) -> PublishedWeights:
-        try:
-            engines = await self._engines_before(version)
-            self._job.require(Capability.WEIGHT_DELTAS, "weights as differences")
-            if kind is not WeightsKind.FULL or sha256 not in ("compute", None):
-                raise InvalidRequestError(
-                    "weights as differences are always full weights (kind full), and their checksums are computed here "
-                    "(sha256 'compute' or None)"
-                )
-            for engine, report in engines.items():
-                if not report.get("deltas"):
-                    raise InvalidRequestError(
-                        f"engine {engine} cannot apply differences, because it runs on several machines or is of an "
-                        "older version: publish a directory or a model in memory instead"
-                    )
-        except BaseException as error:
-            await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
-            raise
-        try:
-            files = await asyncio.to_thread(weights.write, version, with_checksum=sha256 is not None)
-        except OSError as error:
-            raise WeightsError(f"weight version {version} cannot be written: {error}") from error
-        update = WeightUpdate(
-            weight_version=version, uri=str(files.directory), sha256=files.sha256, mode=mode, deltas=files.deltas
-        )
-        return await self._publish_update(update, engines, wait=wait, timeout=timeout)
-
-    async def _publish_update(
-        self, update: WeightUpdate, engines: dict[str, dict[str, Any]], *, wait: bool, timeout: float
-    ) -> PublishedWeights:
-        """Publish weights that are stored in files."""
-        _check_identity(update.weight_version, update.identity, engines)
-        publication = await self._send(update)
+        check_identity(version, update.identity, engines)
+        publication = await self.send(update)
         if not wait:
-            return PublishedWeights(update.weight_version, [], {})
-        return await self._wait(publication, engines, timeout)
+            return PublishedWeights(version, [], {})
+        return await self.wait(publication, engines, timeout)
 
-    async def _engines_before(self, version: int) -> dict[str, dict[str, Any]]:
+    async def engines(self) -> dict[str, dict[str, Any]]:
+        """Return the reports of the engines by id."""
+        return await read_engine_reports(self._client, self._keys, self._policy)
+
+    async def engines_before(self, version: int) -> dict[str, dict[str, Any]]:
         """Return the reports of the engines, none of which serves a newer version than the one to be published.
 
         Raises:
@@ -241,7 +127,7 @@ class WeightPublisher:
             raise InvalidRequestError(
                 f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
             )
-        engines = await read_engine_reports(self._client, self._keys, self._policy)
+        engines = await self.engines()
         newest = max((report["version"] for report in engines.values()), default=0)
         if version < newest:
             raise InvalidRequestError(
@@ -251,13 +137,13 @@ class WeightPublisher:
         return engines
 
     async def publish_next(
-        self, weights: str | InMemoryWeights, *, kind: WeightsKind, version: int | None = None, timeout: float
+        self, directory: str, *, kind: WeightsKind, version: int | None = None, timeout: float
     ) -> PublishedWeights:
-        """Publish weights, and wait until all engines serve them.
+        """Publish a directory, and wait until all engines serve it.
 
         Args:
-            weights: directory of the weights, as the engines see it, or weights that are broadcast.
-            kind: what they contain.
+            directory: directory of the weights, as the engines see it.
+            kind: what it contains.
             version: weight version; None for the one after the newest.
             timeout: seconds to wait.
 
@@ -266,15 +152,8 @@ class WeightPublisher:
             WeightsError: some engine could not load the weights, or took too long.
             RolloutClientError: Redis is unavailable.
         """
-        published = await self.publish(
-            await self.newest() + 1 if version is None else version,
-            weights,
-            kind=kind,
-            mode=UpdateMode.RECOMPUTE,
-            sha256=None,
-            wait=True,
-            timeout=timeout,
-        )
+        version = await self.newest() + 1 if version is None else version
+        published = await self.publish(version, directory, kind=kind, timeout=timeout)
         published.raise_if_failed()
         return published
 
@@ -286,108 +165,29 @@ class WeightPublisher:
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
 
-    async def broadcast_backend(self, timeout: float) -> str:
-        """Wait until the job has an engine; see :meth:`rollout_api.AsyncRolloutClient.broadcast_backend`."""
-        deadline = time.monotonic() + timeout
-        while not (engines := await read_engine_reports(self._client, self._keys, self._policy)):
-            if time.monotonic() > deadline:
-                raise WeightsError(f"the job has had no engine for {timeout:g} s that could load weights")
-            await asyncio.sleep(_POLL_INTERVAL_S)
-        backends = {str(report.get("broadcast", "")) for report in engines.values()}
-        return backends.pop() if len(backends) == 1 else ""
-
-    async def num_ranks(self) -> int:
-        """Return the number of worker processes of all engines."""
-        engines = await read_engine_reports(self._client, self._keys, self._policy)
-        return sum(report["ranks"] for report in engines.values())
-
-    async def _send(self, update: WeightUpdate) -> _Publication:
-        [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
-        return _Publication(update, entry_id)
-
-    async def _offer(
-        self, version: int, weights: InMemoryWeights, engines: dict[str, dict[str, Any]], timeout: float
-    ) -> tuple[dict[str, dict[str, Any]], str, Broadcast]:
-        """Return the engines that take part in a broadcast, the trainer's address, and what they need to know."""
-        if not engines:
-            raise WeightsError("the job has no engine that could receive a broadcast")
-        for engine, report in engines.items():
-            if report["broadcast"] != weights.backend:
-                supported = report["broadcast"] or "none, because spec.weights.broadcast of the job is false"
-                raise InvalidRequestError(
-                    f"these weights are broadcast with {weights.backend}, but the backend of {engine} is {supported}"
-                )
-        engines = await self._engines_without_pinned_rollouts(version, timeout)
-        sizes = {engine: report["ranks"] for engine, report in engines.items()}
-        return engines, *await asyncio.to_thread(
-            weights.offer, sizes, buckets=Capability.WEIGHT_BUCKETS in self._job.capabilities
+    async def current(self) -> WeightUpdate | None:
+        """Return the update of full weights that a coordinator has adopted last; None if there is none."""
+        stored: Any = await self._policy.run(
+            lambda: self._client.hget(self._keys.weights, "full"), action="read the served weights"
         )
+        update = None if stored is None else decode(stored)
+        return update if isinstance(update, WeightUpdate) else None
 
-    async def _broadcast(
+    async def send(self, update: WeightUpdate) -> Publication:
+        """Send an update to the coordinator."""
+        [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        return Publication(update, entry_id)
+
+    async def withdraw(self, publication: Publication) -> None:
+        """Withdraw an update that no coordinator has adopted yet."""
+        with contextlib.suppress(redis.RedisError):
+            await self._client.xdel(self._keys.control, publication.entry_id)
+
+    async def wait(
         self,
-        publication: _Publication,
-        weights: InMemoryWeights,
-        engines: dict[str, dict[str, Any]],
-        timeout: float,
-    ) -> PublishedWeights:
-        update, offer = publication.update, publication.update.broadcast
-        if offer is None:
-            raise ValueError("the update has no broadcast")
-        version = update.weight_version
-        withdrawn = asyncio.Event()
-
-        def withdraw() -> None:
-            withdrawn.set()
-            weights.withdraw()
-
-        sending = asyncio.ensure_future(asyncio.to_thread(weights.send, update.uri, offer))
-        waiting = asyncio.ensure_future(self._wait(publication, engines, timeout, on_missing_engine=withdraw))
-        try:
-            await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
-            if withdrawn.is_set():  # the reports of the engines say why
-                return await waiting
-            if sending.done() and (error := sending.exception()) is not None:
-                raise WeightsError(
-                    f"weight version {version} was not broadcast to all engines ({error}); publish the weights again "
-                    f"as version {version + 1} or later",
-                ) from error
-            return waiting.result()
-        finally:
-            weights.withdraw()
-            # Wait briefly for the sender, so that its port is free again.
-            await asyncio.wait((sending,), timeout=_POLL_INTERVAL_S)
-            await cancel_and_wait(waiting, sending)
-            with contextlib.suppress(redis.RedisError):
-                # An update that was not adopted yet must not make engines wait for the broadcast later.
-                await self._client.xdel(self._keys.control, publication.entry_id)
-
-    async def _engines_without_pinned_rollouts(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
-        """Wait until no engine runs a rollout that is pinned to a weight version, and return all engines' reports.
-
-        An engine finishes such rollouts before it loads other weights, and in a broadcast all engines would wait for
-        that one.
-        """
-        started = time.monotonic()
-        while True:
-            engines = await read_engine_reports(self._client, self._keys, self._policy)
-            busy = [engine for engine, report in engines.items() if report.get("pinned")]
-            if not busy:
-                return engines
-            if time.monotonic() - started > timeout:
-                raise WeightsError(
-                    f"weight version {version} was not broadcast: after {timeout:.0f} s, rollouts pinned to another "
-                    f"version are still running on {', '.join(sorted(busy)[:_MAX_LISTED_ENGINES])}; cancel them or "
-                    "wait for them first"
-                )
-            await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _wait(
-        self,
-        publication: _Publication,
+        publication: Publication,
         before: Mapping[str, Mapping[str, Any]],
         timeout: float,
-        *,
-        on_missing_engine: Callable[[], None] = lambda: None,
     ) -> PublishedWeights:
         """Wait until each engine serves the update, or has failed to load it.
 
@@ -395,13 +195,18 @@ class WeightPublisher:
             publication: the update.
             before: reports of the engines from before the update was sent. Failures that they contain are ignored.
             timeout: seconds to wait.
-            on_missing_engine: called repeatedly while an engine of *before* has failed or is gone.
+
+        Returns:
+            The outcome, for weights from a trainer's memory only that of the engines that take part.
         """
-        version = publication.update.weight_version
+        version, transfer = publication.update.weight_version, publication.update.transfer
         started = last_log = time.monotonic()
         while True:
             is_adopted = await self._is_adopted(publication)
-            engines = await read_engine_reports(self._client, self._keys, self._policy)
+            engines, ended = await self.engines(), {}
+            if transfer is not None:
+                ended = dict.fromkeys(set(transfer.engines) - engines.keys(), "the engine has ended")
+                engines = {engine: report for engine, report in engines.items() if engine in transfer.engines}
             loaded = [engine for engine, report in engines.items() if report["version"] >= version]
             failed = {
                 engine: str(report["failed"][version])
@@ -410,10 +215,9 @@ class WeightPublisher:
                 and version in report["failed"]
                 and report.get("loads", 1) > before.get(engine, {}).get("loads", 0)
             }
-            if before.keys() - engines.keys() or before.keys() & failed.keys():
-                on_missing_engine()
             loading = sorted(engines.keys() - failed.keys() - set(loaded))
-            if is_adopted and engines and not loading:
+            failed |= ended
+            if is_adopted and (engines or ended) and not loading:
                 break
             now = time.monotonic()
             state = _describe_state(is_adopted, engines, loading)
@@ -433,20 +237,22 @@ class WeightPublisher:
             logger.error("Engine %s could not load weight version %d: %s", engine, version, reason)
         return PublishedWeights(version, sorted(loaded), failed)
 
-    async def _is_adopted(self, publication: _Publication) -> bool:
+    async def _is_adopted(self, publication: Publication) -> bool:
         """Return whether a coordinator has adopted the update. If Redis has lost the update, send it again."""
         entry_id = publication.entry_id
+        if not entry_id:
+            return True
         waiting = await self._policy.run(
             lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id), action="watch the engines"
         )
         if not waiting and await self.newest() < publication.update.weight_version:
             logger.warning("Redis has lost weight version %d; sending it again.", publication.update.weight_version)
-            publication.entry_id = (await self._send(publication.update)).entry_id
+            publication.entry_id = (await self.send(publication.update)).entry_id
             return False
         return not waiting
 
 
-def _check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
+def check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
     """Reject other weights under a version that is served: a version must identify one policy.
 
     Raises:

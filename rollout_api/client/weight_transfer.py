@@ -1,207 +1,412 @@
-"""Weights that a trainer sends as to vLLM's own server: it forms a process group once, and sends in it later."""
+"""Weights that a trainer sends from its memory to a job's engines, through vLLM's weight transfer."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import pickle
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 import redis.asyncio
 
-from rollout_api.client.engine_reports import read_engine_reports
-from rollout_api.client.job_info import JobInfo
 from rollout_api.client.request_sender import RequestSender
-from rollout_api.client.weight_publisher import PublishedWeights, WeightPublisher
-from rollout_api.errors import InvalidRequestError, VersionMismatchError, WeightsError, list_reasons
+from rollout_api.client.weight_publisher import Publication, PublishedWeights, WeightPublisher, check_identity
+from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError, list_reasons
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
-    Broadcast,
-    Capability,
-    JoinGroup,
-    TensorSpec,
-    WeightsKind,
+    InitWeightTransfer,
+    TransferStep,
+    UpdateMode,
+    WeightUpdate,
     decode,
     encode,
 )
+from rollout_api.protocol.messages import WeightTransfer as Transfer
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
+if TYPE_CHECKING:
+    from rollout_api.weights.in_memory import TensorsInMemory
+
 _POLL_INTERVAL_S = 0.05
-_FORM_AGAIN = "form the process group again: POST /init_weight_transfer_engine"
+_STEPS_EXPIRY_S = 3600
+_INIT_AGAIN = "call init_weight_transfer_engine again"
+_Result = TypeVar("_Result")
 
 
 class WeightTransfer:
-    """Forms a transfer group of a trainer and a job's engines, and lets the engines receive weights in it.
+    """Lets a job's engines receive weights as vLLM's own server does.
 
     Args:
         client: connection to Redis.
-        job: the job.
+        keys: keys of the job.
         sender: sender of messages.
         policy: how failing commands are retried.
-        publisher: publishes the weights.
+        publisher: publishes weights.
     """
 
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        job: JobInfo,
+        keys: MessageKeys,
         sender: RequestSender,
         policy: ClientRetryPolicy,
         publisher: WeightPublisher,
     ) -> None:
-        self._client, self._job, self._sender, self._policy = client, job, sender, policy
-        self._keys, self._publisher = MessageKeys(job.uid), publisher
+        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
+        self._publisher = publisher
 
-    async def form_group(self, host: str, port: int, world_size: int, *, packed_bytes: int, timeout: float) -> None:
-        """Let the engines join the group of a trainer that listens already, and wait until they have.
+    async def backend(self, timeout: float) -> str:
+        """Return the backend with which the engines receive weights; see :meth:`AsyncRolloutClient.transfer_backend`.
 
-        If the job has more engines than the group has room for, those without a place receive the weights from others.
+        Raises:
+            WeightsError: the job had no engine for too long.
+        """
+        engines = await self._wait_for_engines(timeout)
+        backends = {str(report.get("transfer_backend", "")) for report in engines.values()}
+        return backends.pop() if len(backends) == 1 else ""
+
+    async def world_size(self, timeout: float) -> int:
+        """Return the number of worker processes of all engines, once there is one.
+
+        Raises:
+            WeightsError: the job had no engine for too long.
+        """
+        return sum(report["ranks"] for report in (await self._wait_for_engines(timeout)).values())
+
+    async def _wait_for_engines(self, timeout: float) -> dict[str, dict[str, Any]]:
+        deadline = time.monotonic() + timeout
+        while not (engines := await self._publisher.engines()):
+            if time.monotonic() > deadline:
+                raise WeightsError(
+                    f"the job has had no engine for {timeout:g} s that could load weights; check that its workers start"
+                )
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return engines
+
+    async def init(self, init_info: dict[str, Any], *, timeout: float) -> str:
+        """Let the engines join the group of a trainer, and wait until they have.
+
+        If the job has more engines than the group has room for, those without a place wait for the next version.
 
         Args:
-            host: the trainer's address, which the engines can reach.
-            port: the trainer's port.
-            world_size: number of processes in the group, of which the trainer is rank 0.
-            packed_bytes: what :meth:`update` uses by default.
+            init_info: what vLLM's ``init_weight_transfer_engine`` is called with.
             timeout: seconds to wait.
+
+        Returns:
+            The id of the group.
 
         Raises:
             InvalidRequestError: the job's engines cannot form such a group.
             WeightsError: some engine has not joined; it says why.
-            VersionMismatchError: the job is of a version that has no transfer groups.
         """
-        if Capability.WEIGHT_TRANSFER not in self._job.capabilities:
-            raise VersionMismatchError(f"job {self._job.name} has no transfer groups; upgrade the job's image")
-        engines = await self._engines()
-        backend, members = _backend(engines), _choose_members(engines, world_size)
-        group = JoinGroup(
-            group=secrets.token_hex(8),
-            uri=f"{backend}://[{host}]:{port}" if ":" in host else f"{backend}://{host}:{port}",
-            members=members,
-            world_size=world_size,
-            packed_bytes=packed_bytes,
-        )
-        [entry_id] = await self._sender.append(self._keys.control, [encode(group)], "form a process group")
+        engines = await self._publisher.engines()
+        _backend(engines)
+        members = _choose_members(engines, init_info)
+        group = InitWeightTransfer(group=secrets.token_hex(8), engines=members, init_info=init_info)
+        [entry_id] = await self._sender.append(self._keys.control, [encode(group)], "form a trainer's group")
         try:
             await self._wait_for_members(group, timeout)
         finally:
             # A message that no coordinator has processed must not make engines join later.
             with contextlib.suppress(redis.RedisError):
                 await self._client.xdel(self._keys.control, entry_id)
+        return group.group
 
-    async def check_group(self) -> JoinGroup:
+    async def start(
+        self,
+        version: int | None = None,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+        update_info: dict[str, Any] | None = None,
+        timeout: float,
+    ) -> WeightUpdate:
+        """Begin to publish weights, and return when all engines of the group are ready to receive them.
+
+        Args:
+            version: weight version; None for the one after the newest.
+            mode: what happens to running rollouts.
+            update_info: describes all tensors, so that engines check them before they are sent.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: no group was formed, or it has lost a member; or the version cannot be used.
+            WeightsError: some engine cannot receive the weights; it says why.
+        """
+        group = await self._check_group()
+        version = await self._publisher.newest() + 1 if version is None else version
+        before = await self._publisher.engines_before(version)
+        current = await self._publisher.current()
+        transfer = Transfer(
+            group=group.group,
+            engines=sorted(group.engines),
+            base=0 if current is None else current.weight_version,
+            update_info=update_info,
+        )
+        update = WeightUpdate(
+            weight_version=version, uri=f"memory:{secrets.token_hex(8)}", mode=mode, transfer=transfer
+        )
+        publication = await self._publisher.send(update)
+        try:
+            await self._wait_for_parts(update, 0, timeout, before=before)
+        except BaseException as error:
+            await self._publisher.withdraw(publication)
+            await self.abort(update, str(error) or type(error).__name__)
+            raise
+        return update
+
+    async def update(self, update_info: dict[str, Any], *, timeout: float) -> WeightUpdate:
+        """Let the engines receive a part of the weights, or all, and return when they have.
+
+        Args:
+            update_info: what vLLM's ``update_weights`` is called with.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: some engine has not received the weights; it says why.
+        """
+        update = await self._started()
+        num_parts = await self._add(update, TransferStep(step="update", update_info=_without_objects(update_info)))
+        try:
+            await self._wait_for_parts(update, num_parts, timeout)
+        except BaseException as error:
+            await self.abort(update, str(error) or type(error).__name__)
+            raise
+        return update
+
+    async def finish(self, *, timeout: float) -> PublishedWeights:
+        """Let the engines serve the weights that they have received, and return when they do.
+
+        Raises:
+            InvalidRequestError: no update was started.
+            WeightsError: no engine could load the weights.
+        """
+        update = await self._started()
+        await self._add(update, TransferStep(step="finish"))
+        return await self._publisher.wait(Publication(update, ""), {}, timeout)
+
+    async def abort(self, update: WeightUpdate, reason: str) -> None:
+        """Let the engines that wait for a trainer keep their weights."""
+        with contextlib.suppress(redis.RedisError, RolloutClientError):
+            await self._add(update, TransferStep(step="abort", reason=reason))
+
+    async def publish(
+        self, version: int, weights: TensorsInMemory, *, mode: UpdateMode, timeout: float
+    ) -> PublishedWeights:
+        """Publish weights from this process's memory; see :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
+        calls = _Calls(self, version, mode, weights.update_info, timeout)
+        try:
+            engines = await self._publisher.engines_before(version)
+            if (backend := _backend(engines)) != weights.backend:
+                raise InvalidRequestError(
+                    f"these weights are sent with {weights.backend}, but the engines receive weights with {backend}"
+                )
+            check_identity(version, "", engines)
+            if not weights.group or {report.get("transfer_group") for report in engines.values()} != {weights.group}:
+                await self._run(version, lambda: weights.connect(calls, 1 + sum(r["ranks"] for r in engines.values())))
+                weights.group = calls.group
+        except BaseException as error:
+            await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
+            raise
+        try:
+            await self._run(version, lambda: weights.send(calls))
+        except BaseException as error:
+            if calls.update is not None:
+                await self.abort(calls.update, str(error) or type(error).__name__)
+            raise
+        return calls.published
+
+    async def _run(self, version: int, function: Callable[[], None]) -> None:
+        """Run a part of a sender, which blocks, in a thread."""
+        try:
+            await asyncio.to_thread(function)
+        except RolloutClientError:
+            raise
+        except Exception as error:
+            raise WeightsError(
+                f"weight version {version} was not sent to all engines ({error}); publish the weights again as version "
+                f"{version + 1} or later"
+            ) from error
+
+    async def _check_group(self) -> InitWeightTransfer:
         """Return the group that was formed last.
 
         Raises:
             InvalidRequestError: there is none, or the trainer has to form it again.
-            RolloutClientError: Redis cannot be read.
         """
         stored: Any = await self._policy.run(
-            lambda: self._client.hget(self._keys.weights, "group"), action="read the transfer group"
+            lambda: self._client.hget(self._keys.weights, "group"), action="read the trainer's group"
         )
         group = None if stored is None else decode(stored)
-        if not isinstance(group, JoinGroup):
-            raise InvalidRequestError(f"the job's engines have joined no process group of a trainer; {_FORM_AGAIN}")
-        if lost := _missing_members(group, await self._engines()):
-            raise InvalidRequestError(
-                f"the trainer's process group has lost members ({list_reasons(lost)}); {_FORM_AGAIN}"
-            )
+        if not isinstance(group, InitWeightTransfer):
+            raise InvalidRequestError(f"the job's engines have joined no trainer's group; {_INIT_AGAIN}")
+        if lost := _missing_members(group, await self._publisher.engines()):
+            raise InvalidRequestError(f"the trainer's group has lost members ({list_reasons(lost)}); {_INIT_AGAIN}")
         return group
 
-    async def update(
-        self, tensors: Sequence[TensorSpec], *, packed_bytes: int | None, timeout: float
-    ) -> PublishedWeights:
-        """Let the engines receive full weights, as the next weight version, and wait until they serve them.
-
-        Args:
-            tensors: what the trainer sends, in this order.
-            packed_bytes: see :class:`~rollout_api.protocol.messages.Broadcast`; None for the group's default.
-            timeout: seconds to wait.
+    async def _started(self) -> WeightUpdate:
+        """Return the update that engines are receiving.
 
         Raises:
-            InvalidRequestError: no group was formed, or it has lost a member.
-            WeightsError: some engine has not received or loaded the weights; it says why.
+            InvalidRequestError: there is none.
         """
-        group = await self.check_group()
-        sent = _SentByTrainer(group, tensors, group.packed_bytes if packed_bytes is None else packed_bytes)
-        return await self._publisher.publish_next(sent, kind=WeightsKind.FULL, timeout=timeout)
+        update = await self._publisher.current()
+        if update is not None and update.transfer is not None:
+            engines = await self._publisher.engines()
+            if any(report.get("receiving") == update.identity for report in engines.values()):
+                return update
+        raise InvalidRequestError("no weight update is in progress; call start_weight_update first")
 
-    async def _engines(self) -> dict[str, dict[str, Any]]:
-        return await read_engine_reports(self._client, self._keys, self._policy)
+    async def _add(self, update: WeightUpdate, step: TransferStep) -> int:
+        """Tell the engines the next step, and return how many there are."""
+        key = self._keys.transfer_steps(update.identity)
+        await self._sender.append(key, [encode(step)], "send weights")
+        await self._policy.run(lambda: self._client.expire(key, _STEPS_EXPIRY_S), action="send weights")
+        return int(await self._policy.run(lambda: self._client.xlen(key), action="send weights"))
 
-    async def _wait_for_members(self, group: JoinGroup, timeout: float) -> None:
+    async def _wait_for_members(self, group: InitWeightTransfer, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
-            engines = await self._engines()
-            answered = {engine for engine in group.members if engines.get(engine, {}).get("group") == group.group}
-            lost = _missing_members(group, engines, awaited=group.members.keys() & engines.keys() - answered)
+            engines = await self._publisher.engines()
+            answered = {e for e in group.engines if engines.get(e, {}).get("transfer_group") == group.group}
+            lost = _missing_members(group, engines, awaited=group.engines.keys() & engines.keys() - answered)
             if lost:
-                raise WeightsError("the trainer's process group was not formed", lost)
-            if answered == group.members.keys():
+                raise WeightsError("the trainer's group was not formed", lost)
+            if answered == group.engines.keys():
                 return
             if time.monotonic() > deadline:
-                waiting = ", ".join(sorted(group.members.keys() - answered))
+                waiting = ", ".join(sorted(group.engines.keys() - answered))
                 raise WeightsError(
-                    f"the trainer's process group was not formed within {timeout:.0f} s: {waiting} did not answer; "
-                    "check that the job's coordinator runs"
+                    f"the trainer's group was not formed within {timeout:.0f} s: {waiting} did not answer; check that "
+                    "the job's coordinator runs"
+                )
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _wait_for_parts(
+        self, update: WeightUpdate, num_parts: int, timeout: float, *, before: Mapping[str, Mapping[str, Any]] = {}
+    ) -> None:
+        """Wait until all engines of a transfer have received a number of its parts.
+
+        Args:
+            update: the update.
+            num_parts: number of parts; 0 to wait until they are ready.
+            timeout: seconds to wait.
+            before: reports of the engines from before the update was sent. Failures that they contain are ignored.
+
+        Raises:
+            WeightsError: some engine has not; it says why.
+        """
+        version, deadline = update.weight_version, time.monotonic() + timeout
+        while True:
+            engines, failed, waiting = await self._publisher.engines(), {}, []
+            for engine in update.transfer.engines if update.transfer else []:
+                report = engines.get(engine)
+                if report is None:
+                    failed[engine] = "the engine has ended"
+                elif report.get("receiving") == update.identity:
+                    waiting += [engine] if report["received"] < num_parts else []
+                elif version in report["failed"] and report.get("loads", 1) > before.get(engine, {}).get("loads", 0):
+                    failed[engine] = str(report["failed"][version])
+                else:
+                    waiting.append(engine)
+            if failed:
+                raise WeightsError(f"weight version {version} was not received by all engines", failed)
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise WeightsError(
+                    f"weight version {version} was not received within {timeout:.0f} s by {', '.join(waiting)}; check "
+                    "that the job's coordinator runs, and that rollouts pinned to another version end"
                 )
             await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-class _SentByTrainer:
-    """Weights that the trainer sends to the engines by itself; see :class:`InMemoryWeights`."""
+@dataclass
+class _Calls:
+    """What the sender of one weight version calls, from other threads."""
 
-    def __init__(self, group: JoinGroup, tensors: Sequence[TensorSpec], packed_bytes: int) -> None:
-        self.backend = group.uri.partition(":")[0]
-        self._uri = group.uri
-        self._broadcast = Broadcast(
-            group=group.group,
-            ranks=group.members,
-            world_size=group.world_size,
-            tensors=list(tensors),
-            packed_bytes=packed_bytes,
-        )
+    transfer: WeightTransfer
+    version: int
+    mode: UpdateMode
+    update_info: dict[str, Any]
+    timeout: float
 
-    def offer(self, engines: Mapping[str, int], *, buckets: bool) -> tuple[str, Broadcast]:
-        return self._uri, self._broadcast
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.group = ""
+        self.update: WeightUpdate | None = None
+        self.published = PublishedWeights(self.version, [], {})
 
-    def send(self, uri: str, offer: Broadcast) -> None:
-        pass
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.group = self._wait(self.transfer.init(init_info, timeout=self.timeout))
 
-    def abort(self, reason: str) -> None:
-        pass
+    def start_weight_update(self) -> None:
+        start = self.transfer.start(self.version, mode=self.mode, update_info=self.update_info, timeout=self.timeout)
+        self.update = self._wait(start)
 
-    def withdraw(self) -> None:
-        pass
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._wait(self.transfer.update(update_info, timeout=self.timeout))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.published = self._wait(self.transfer.finish(timeout=self.timeout))
+
+    def _wait(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def _without_objects(update_info: dict[str, Any]) -> dict[str, Any]:
+    """Pickle handles of GPU memory (backend ipc), as vLLM's client for HTTP does."""
+    handles = update_info.get("ipc_handles")
+    if handles is None:
+        return update_info
+    pickled = base64.b64encode(pickle.dumps(handles)).decode()
+    return {name: value for name, value in update_info.items() if name != "ipc_handles"} | {
+        "ipc_handles_pickled": pickled
+    }
 
 
 def _backend(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the backend with which all engines receive broadcast weights."""
+    """Return the backend with which all engines receive weights from a trainer's memory.
+
+    Raises:
+        InvalidRequestError: they have none, or different ones.
+        WeightsError: there are no engines.
+    """
     if not engines:
-        raise InvalidRequestError("the job has no engine yet that could receive weights; wait until GET /health is 200")
-    backends = {str(report.get("broadcast", "")) for report in engines.values()}
+        raise WeightsError("the job has no engine that could receive weights")
+    backends = {str(report.get("transfer_backend", "")) for report in engines.values()}
     if "" in backends:
         raise InvalidRequestError(
-            "the job receives no weights from the memory of a trainer, because spec.weights.broadcast is false; set it "
-            'to true, or write the weights to a directory and send POST /update_weights {"weight_dir": …}'
-        )
-    if old := sorted(engine for engine, report in engines.items() if "group" not in report):
-        raise InvalidRequestError(
-            f"{', '.join(old)} run an earlier release, which has no transfer groups; upgrade them"
+            "the job takes no weights from a trainer's memory, because spec.weights.transfer is none; change it, or "
+            "publish the weights from a directory"
         )
     if len(backends) > 1:
         raise InvalidRequestError(f"the engines use different backends: {', '.join(sorted(backends))}")
     return backends.pop()
 
 
-def _choose_members(engines: Mapping[str, Mapping[str, Any]], world_size: int) -> dict[str, int]:
-    """Return the engines that take the places of a group, each with the rank of its first process.
+def _choose_members(engines: Mapping[str, Mapping[str, Any]], init_info: Mapping[str, Any]) -> dict[str, int]:
+    """Return the engines that are members of a group, each with the rank of its first process.
 
     Raises:
         InvalidRequestError: they cannot take all places.
     """
+    world_size = init_info.get("world_size")
+    if world_size is None:  # a backend without ranks
+        return dict.fromkeys(engines, 0)
+    if not isinstance(world_size, int):
+        raise InvalidRequestError(f"world_size is {world_size!r}, but must be a number")
+    if init_info.get("rank_offset", 1) != 1:
+        raise InvalidRequestError(
+            f"rank_offset is {init_info['rank_offset']}, but must be 1: the trainer has rank 0 and the job's engines "
+            "have all others"
+        )
     ranks, next_rank = {}, 1
     for engine, report in sorted(engines.items()):
         if next_rank + report["ranks"] <= world_size:
@@ -211,13 +416,16 @@ def _choose_members(engines: Mapping[str, Mapping[str, Any]], world_size: int) -
         found = sum(report["ranks"] for report in engines.values())
         raise InvalidRequestError(
             f"world_size {world_size} means the trainer and {world_size - 1} processes of engines, but the job's "
-            f"{len(engines)} engines have {found}; use world_size {found + 1}, from GET /get_world_size right before"
+            f"{len(engines)} engines have {found}; use world_size {found + 1}, from get_world_size right before"
         )
     return ranks
 
 
 def _missing_members(
-    group: JoinGroup, engines: Mapping[str, Mapping[str, Any]], *, awaited: Sequence[str] | set[str] = ()
+    group: InitWeightTransfer,
+    engines: Mapping[str, Mapping[str, Any]],
+    *,
+    awaited: set[str] | frozenset[str] = frozenset(),
 ) -> dict[str, str]:
     """Return the engines that are no members of a group although they should be, with the reasons.
 
@@ -227,12 +435,12 @@ def _missing_members(
         awaited: engines that may still join.
     """
     missing = {}
-    for engine in group.members:
+    for engine in group.engines:
         report = engines.get(engine)
         if report is None:
             missing[engine] = "the engine has ended"
-        elif engine not in awaited and report.get("group") != group.group:
+        elif engine not in awaited and report.get("transfer_group") != group.group:
             missing[engine] = "the engine has joined another group, or was restarted"
-        elif report.get("group") == group.group and report["group_error"]:
-            missing[engine] = str(report["group_error"])
+        elif report.get("transfer_group") == group.group and report.get("transfer_error"):
+            missing[engine] = str(report["transfer_error"])
     return missing

@@ -1,1 +1,1 @@
-"""Adapters for RL trainers, each of which imports the trainer that it is named after, and training loggers."""
+"""Adapters for RL trainers (see docs/integrations.md)."""

@@ -12,10 +12,9 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.sync_client import RolloutClient
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import RolloutClientError
-from rollout_api.figures.rollout_summary import RolloutSummary
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.integrations.trl_weights import TrlWeights
 from rollout_api.protocol.messages import Purpose, Rollout
+from rollout_api.step_metrics import RolloutSummary, step_metrics
 
 TurnFunction = Callable[[Sequence[Trajectory]], list[Rollout]]
 """Samples the model's next turn in each trajectory, with the trainer's sampling settings and the current weights."""
@@ -36,7 +35,7 @@ class JobRollouts:
             GRPOTrainer(rollout_func=rollouts, reward_funcs=rollouts.wrap_reward(reward), …).train()
 
     Before the rollouts of a step with new weights, the main process publishes the weights, and all processes wait until
-    the job serves them. The first optimizer step on a batch is therefore on-policy. The weights are broadcast from the
+    the job serves them. The first optimizer step on a batch is therefore on-policy. The weights are sent from the
     trainer's memory to the engines (NCCL on GPUs, gloo on CPUs). If that is not possible, they are written to
     *weights*, and a line in the log says why.
 
@@ -49,7 +48,7 @@ class JobRollouts:
 
     Args:
         client: connected client that only this process uses.
-        weights: directory for weights that cannot be broadcast, which the job sees under the same path
+        weights: directory for weights that cannot be sent, which the job sees under the same path
             (``spec.weights``); None if there is none.
         sampling: settings that override the trainer's arguments (temperature, top_p, top_k, min_p, repetition_penalty,
             max_completion_length).
@@ -76,7 +75,7 @@ class JobRollouts:
             raise ValueError("sampling: TRL needs the log-probabilities of the rollouts; remove logprobs=False")
         self._version, self._published_step = -1, -1
         self._call = -1
-        self._figures: StepFigures | None = None
+        self._metrics: dict[str, float] = {}
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return one rollout for each entry of *prompts*; a prompt that occurs k times is sampled k times.
@@ -101,7 +100,7 @@ class JobRollouts:
         else:
             sampled = self._responses(token_ids, purpose, sampling)
         output = _output(token_ids, sampled, trainer)
-        self._figures = _figures_of_all_processes(sampled, self._version)
+        self._metrics = _metrics_of_all_processes(sampled, self._version)
         if trainer.vllm_importance_sampling_correction:
             _enable_correction(trainer)
         return output
@@ -109,7 +108,7 @@ class JobRollouts:
     def wrap_reward(self, reward: Callable[..., Sequence[float | None]]) -> Callable[..., list[float | None]]:
         """Wrap a reward function so that rewards are reported to the job.
 
-        The function also puts the :class:`~rollout_api.StepFigures` of the latest call of the ``rollout_func``, with
+        The function also puts the :func:`~rollout_api.step_metrics` of the latest call of the ``rollout_func``, with
         the rollouts of all processes, into TRL's log; those about rewards are missing, because TRL logs rewards itself.
         Rollouts that cannot be used for training have the reward None, whatever the function returns.
         """
@@ -129,8 +128,8 @@ class JobRollouts:
             }
             if reported:
                 self._client.report_rewards(reported)
-            if self._figures is not None and (log_metric := kwargs.get("log_metric")) is not None:
-                for name, value in self._figures.metrics().items():
+            if (log_metric := kwargs.get("log_metric")) is not None:
+                for name, value in self._metrics.items():
                     log_metric(name, value)
             return rewards
 
@@ -262,12 +261,12 @@ def _turns(sampled: Rollout | Trajectory) -> list[Rollout]:
     return [sampled] if isinstance(sampled, Rollout) else sampled.turns
 
 
-def _figures_of_all_processes(sampled: Sequence[Rollout] | Sequence[Trajectory], version: int) -> StepFigures:
-    """Return the figures of the rollouts of all processes, which must call this together."""
+def _metrics_of_all_processes(sampled: Sequence[Rollout] | Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Return the metrics of the rollouts of all processes, which must call this together."""
     from accelerate.utils import gather_object
 
     summaries = [RolloutSummary.of(turn, newest_version=version) for one in sampled for turn in _turns(one)]
-    return StepFigures.from_summaries(gather_object(summaries))
+    return step_metrics(gather_object(summaries))
 
 
 def _output(

@@ -11,8 +11,7 @@ from rollout_api.client.sync_client import RolloutClient
 from rollout_api.errors import RolloutClientError, WeightsError
 from rollout_api.integrations.version_directories import VersionDirectories
 from rollout_api.integrations.weight_routes import Route, WeightRoutes, why_not_from_memory
-from rollout_api.weights.checkpoint_names import checkpoint_pieces
-from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
+from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory, checkpoint_pieces
 
 _PUBLISHED, _FAILED = "published", "failed"
 """What the main process tells the others at the end; before, it tells them the route of each attempt."""
@@ -77,7 +76,7 @@ class TrlWeights:
 
     def _publish(self, trainer: Any, version: int) -> int:
         version = max(version, 1 + self._client.weight_version(timeout=self._timeout))
-        backend = self._client.broadcast_backend(timeout=self._timeout)
+        backend = self._client.transfer_backend(timeout=self._timeout)
         device = trainer.accelerator.device
         route = self._routes.first(why_not_from_memory(backend, has_gpu=device.type == "cuda"))
         target = device if backend == "nccl" else "cpu"

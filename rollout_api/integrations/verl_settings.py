@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 NAME = "das"
-"""Name under which the replica, and the checkpoint engine that broadcasts weights, are registered."""
+"""Name under which the replica, and the checkpoint engine that sends weights from memory, are registered."""
 FILES_NAME = "das-files"
 """Name under which the checkpoint engine that only writes files is registered."""
 REDIS_URL_VARIABLE = "ROLLOUT_REDIS_URL"

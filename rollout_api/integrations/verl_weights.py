@@ -1,6 +1,6 @@
 """Checkpoint engines for verl 0.9, which send a trainer's weights to a rollout job. Tested with 0.9.1.
 
-``das`` broadcasts the weights from memory if possible, and ``das-files`` only writes files.
+``das`` sends the weights from memory if possible, and ``das-files`` only writes files.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class PublishingEngine(CheckpointEngine):
 
 @CheckpointEngineRegistry.register(NAME)
 class JobCheckpointEngine(PublishingEngine):
-    """Broadcasts weights to a job from the memory of the trainer's first rank.
+    """Sends weights to a job from the memory of the trainer's first rank.
 
     The first rank collects the weights in main memory, so that neither the other ranks wait for the job, nor the
-    engines for the ranks to gather the weights. It then broadcasts them (NCCL on GPUs, gloo on CPUs). If that is not
-    possible, and a directory is set, it writes them there, and a line in the log says why.
+    engines for the ranks to gather the weights. It then sends them through vLLM's weight transfer (NCCL on GPUs, gloo
+    on CPUs). If that is not possible, and a directory is set, it writes them there, and a line in the log says why.
 
     Args:
         bucket_size: approximate size of a safetensors file in bytes.
         is_master: see :class:`PublishingEngine`.
         job: see :class:`PublishingEngine`.
-        weights: directory for weights that cannot be broadcast, which the job sees under the same path; None if there
+        weights: directory for weights that cannot be sent, which the job sees under the same path; None if there
             is none.
         model: directory of the model that training started with, whose configuration is written too; only with
             *weights*.
@@ -147,23 +147,23 @@ class JobCheckpointEngine(PublishingEngine):
 
     async def _publish(self, client: AsyncRolloutClient, version: int) -> int:
         try:
-            backend = await client.broadcast_backend(timeout=self._timeout)
+            backend = await client.transfer_backend(timeout=self._timeout)
             route = self._routes.first(why_not_from_memory(backend, has_gpu=torch.cuda.is_available()))
             if route is Route.MEMORY:
                 try:
-                    await self._broadcast(client, version, backend)
+                    await self._send(client, version, backend)
                     return version
                 except WeightsError as error:
                     route, version = self._routes.after_failure(error), version + 1
             if route is Route.MEMORY:
-                await self._broadcast(client, version, backend)
+                await self._send(client, version, backend)
             else:
                 await self._write_files(client, version)
             return version
         finally:
             self._collected = []
 
-    async def _broadcast(self, client: AsyncRolloutClient, version: int, backend: str) -> None:
+    async def _send(self, client: AsyncRolloutClient, version: int, backend: str) -> None:
         if self._tensors is None:
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
             self._tensors = TensorsInMemory(lambda: self._collected, device=device)

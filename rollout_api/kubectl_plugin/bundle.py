@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout_api.bundle.archive import BundleArchive
-from rollout_api.bundle.kubernetes_objects import (
-    ARCHIVE_KEY,
-    containers_with_logs,
-    log_path,
-    shown_events,
-    without_noise,
-)
+from rollout_api.bundle.cluster import ARCHIVE_KEY, PODS, ContainerLog, Evidence
 from rollout_api.bundle.redaction import Redactor
-from rollout_api.kubectl_plugin.head_commands import exec_arguments
-from rollout_api.kubectl_plugin.jobs import get_job, summary
-from rollout_api.kubectl_plugin.kubectl import RESOURCE, Kubectl, NotFoundError, PluginError
-from rollout_api.kubectl_plugin.pods import list_pods, running_head, selector
+from rollout_api.kubectl_plugin.commands import exec_arguments
+from rollout_api.kubectl_plugin.kubectl import (
+    RESOURCE,
+    Kubectl,
+    NotFoundError,
+    PluginError,
+    get_job,
+    list_pods,
+    running_head,
+    selector,
+    summary,
+)
 from rollout_api.manifest.rollout_job import GROUP
 
 JOB_UID_ANNOTATION = f"{GROUP}/job-uid"
@@ -113,19 +115,16 @@ def _read_kept(kubectl: Kubectl, name: str, job: Mapping[str, Any] | None) -> by
 
 
 def _collect(kubectl: Kubectl, archive: BundleArchive, job: dict[str, Any], *, with_rollouts: bool) -> None:
-    name = job["metadata"]["name"]
-    archive.add("job.json", "The RolloutJob: its spec and its status.", without_noise(job))
-    archive.collect("events.json", "The Events on the job and its objects.", lambda: _read_events(kubectl, name))
-    archive.collect("versions.json", "The versions of kubectl and the cluster.", lambda: _read_versions(kubectl))
-    try:
-        pods = list_pods(kubectl, selector(name))
-    except PluginError as error:
-        archive.note_missing("pods", "The pods and their logs.", str(error))
-        return
-    if not pods:
-        archive.note_missing("pods", "The pods and their logs.", "the job has no pods")
-    for pod in pods:
-        _collect_pod(kubectl, archive, pod)
+    evidence = Evidence(job)
+    asyncio.run(evidence.read(_KubectlReader(kubectl, job["metadata"]["name"])))
+    evidence.add_to(archive)
+    if not evidence.pods and PODS not in evidence.missing:
+        archive.note_missing(PODS, "The pods and their logs.", "the job has no pods")
+    archive.collect(
+        "versions.json",
+        "The versions of kubectl and the cluster.",
+        lambda: json.loads(kubectl.output("version", "-o", "json")),
+    )
     try:
         head = running_head(kubectl, job)
         options = ["--with-rollouts"] if with_rollouts else []
@@ -135,30 +134,25 @@ def _collect(kubectl: Kubectl, archive: BundleArchive, job: dict[str, Any], *, w
         archive.note_missing("head/README.md", _OF_HEAD, str(error))
 
 
-def _collect_pod(kubectl: Kubectl, archive: BundleArchive, pod: Mapping[str, Any]) -> None:
-    name = pod["metadata"]["name"]
-    archive.collect(
-        f"pods/{name}.txt", "A pod, as kubectl describes it.", lambda: kubectl.output("describe", "pod", name)
-    )
-    for container, previous in containers_with_logs(pod):
-        options = [f"--container={container}", "--timestamps", f"--tail={_LOG_LINES}"]
-        arguments = ["logs", name, *options, *(["--previous"] if previous else [])]
-        archive.collect(
-            log_path(name, container, previous=previous),
-            "The log of a container, before it was restarted." if previous else "The log of a container.",
-            partial(kubectl.output, *arguments),
-        )
+class _KubectlReader:
+    """Reads about a job with kubectl."""
 
+    def __init__(self, kubectl: Kubectl, job: str) -> None:
+        self._kubectl, self._job = kubectl, job
 
-def _read_events(kubectl: Kubectl, job: str) -> list[dict[str, Any]]:
-    events = kubectl.get("events")["items"]
-    return shown_events(event for event in events if belongs_to(event["involvedObject"].get("name", ""), job))
+    async def events(self) -> list[dict[str, Any]]:
+        events = (await asyncio.to_thread(self._kubectl.get, "events"))["items"]
+        return [event for event in events if belongs_to(event["involvedObject"].get("name", ""), self._job)]
+
+    async def pods(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(list_pods, self._kubectl, selector(self._job))
+
+    async def log(self, log: ContainerLog, _: int) -> str:
+        options = [f"--container={log.container}", "--timestamps", f"--tail={_LOG_LINES}"]
+        previous = ["--previous"] if log.previous else []
+        return await asyncio.to_thread(self._kubectl.output, "logs", log.pod, *options, *previous)
 
 
 def belongs_to(name: str, job: str) -> bool:
     """Return whether an object, which may no longer exist, is a job or one of its pods, by its name."""
     return re.fullmatch(rf"{re.escape(job)}(-({'|'.join(_COMPONENTS)})(-[a-z0-9-]+)?)?", name) is not None
-
-
-def _read_versions(kubectl: Kubectl) -> Any:
-    return json.loads(kubectl.output("version", "-o", "json"))

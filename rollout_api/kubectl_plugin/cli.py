@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout_api.kubectl_plugin.bundle import save_bundle
-from rollout_api.kubectl_plugin.connect import connect, forward
-from rollout_api.kubectl_plugin.drain import drain
-from rollout_api.kubectl_plugin.head_commands import run_in_head, save_report
-from rollout_api.kubectl_plugin.jobs import explanation, full_name, get_job, summary
-from rollout_api.kubectl_plugin.kubectl import RESOURCE, Kubectl, PluginError
-from rollout_api.kubectl_plugin.logs import failure_lines, show_logs
+from rollout_api.kubectl_plugin.commands import (
+    connect,
+    drain,
+    failure_lines,
+    forward,
+    run_in_head,
+    save_report,
+    show_logs,
+)
+from rollout_api.kubectl_plugin.kubectl import RESOURCE, Kubectl, PluginError, explanation, full_name, get_job, summary
 
 _FAILED = 4
 """Exit code for a job that has no head, as of ``rollout status`` for one without a coordinator."""

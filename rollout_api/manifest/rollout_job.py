@@ -36,8 +36,6 @@ from rollout_api.redis_client.address import without_password
 GROUP = "das.rollout.dev"
 VERSION = "v1beta1"
 API_VERSION = f"{GROUP}/{VERSION}"
-DEPRECATED_VERSION = "v1alpha1"
-"""An earlier version of RolloutJobs with the same fields, which is still accepted."""
 KIND = "RolloutJob"
 PLURAL = "rolloutjobs"
 OPERATOR = f"{GROUP}/operator"
@@ -184,7 +182,7 @@ class Metadata(ManifestModel):
 class RolloutJob(ManifestModel):
     """A complete manifest."""
 
-    api_version: Literal["das.rollout.dev/v1beta1", "das.rollout.dev/v1alpha1"]
+    api_version: Literal["das.rollout.dev/v1beta1"]
     kind: Literal["RolloutJob"]
     metadata: Metadata
     spec: RolloutJobSpec

@@ -277,10 +277,11 @@ class Weights(ManifestModel):
         description="Absolute directories from which checkpoints and published weights may be loaded, in addition to "
         "the model cache, the directory of model.uri and /weights.",
     )
-    broadcast: bool = Field(
-        default=True,
-        description="Allow weights to be broadcast from the trainer's memory. For each such version, engines connect "
-        "to the address that the trainer names, by NCCL, or by gloo for CPU workers.",
+    transfer: Literal["auto", "nccl", "sparse_nccl", "ipc", "none"] = Field(
+        default="auto",
+        description="vLLM's backend for weights that a trainer sends from its memory; auto: nccl; none: they are "
+        "refused. CPU workers always use gloo. Engines connect to the address that the trainer names. With ipc, they "
+        "also unpickle what it sends.",
     )
 
     @field_validator("allowed_roots", mode="before")

@@ -11,14 +11,10 @@ from hashlib import blake2b
 
 from typing_extensions import Self
 
-TRAINER_GROUP = "trainer"
-"""Consumer group with which a client reads its result stream."""
 MESSAGE_FIELD = "d"
 """Field of a stream entry that holds an encoded message."""
 REQUEST_FIELD = "r"
-"""Field of an entry of ``kept_updates`` with the id of a request."""
-KEPT_REFUSAL_FIELD = "refusal"
-"""Field of the kept results of a request with the refusal; all other fields are samples."""
+"""Field of an entry of ``result_updates`` and ``token_updates`` with the id of a request."""
 CONTEXT_FIELD = "c"
 """Field of an outbox entry with the packed last tokens of the prompt; only set for later turns of a trajectory."""
 TRACE_FIELD = "t"
@@ -28,8 +24,8 @@ HISTORY_NAMES = "history:names"
 """Set of the full names (``namespace/name``) of all histories on a server."""
 NUM_SHARDS = 16
 """Number of shards into which a history's problems are divided, so that no single key receives every write."""
-CLIENT_LEASE_MS = 6000
-"""Milliseconds for which a client name stays reserved after its process was killed."""
+LEDGER_RETENTION_S = 7 * 24 * 3600
+"""Seconds for which an answered request is remembered, so that a repetition of it is refused."""
 
 
 def job_uid_key(job: str) -> str:
@@ -42,7 +38,7 @@ def job_uid_key(job: str) -> str:
 
 @dataclass(frozen=True)
 class MessageKeys:
-    """Keys of one job's messages and state. docs/protocol.md lists those that clients use."""
+    """Keys of one job's messages and state. docs/protocol.md describes the most important ones."""
 
     uid: str
     """Uid of the job."""
@@ -76,27 +72,49 @@ class MessageKeys:
         """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
         return self._key("control")
 
-    def kept(self, request_id: str) -> str:
-        """Hash with expiry, written by the job: sample → rollout, and ``refusal``, of a request with keep_seconds."""
-        return self._key(f"kept:{request_id}")
+    def transfer_steps(self, weights: str) -> str:
+        """Stream with expiry, written by clients: the steps of a transfer of weights, by the identity of these."""
+        return self._key(f"transfer-steps:{weights}")
+
+    def results(self, request_id: str) -> str:
+        """Hash, written by the job: sample → rollout. It is kept until the client releases it, or expires."""
+        return self._key(f"results:{request_id}")
+
+    def refusal(self, request_id: str) -> str:
+        """String with expiry, written by the job: why a request was refused."""
+        return self._key(f"refusal:{request_id}")
+
+    def result_updates(self, client: str) -> str:
+        """Short, lossy stream, written by the job: the results of *client* that were written.
+
+        An entry has the request, the sample, the bytes of the result, and those of all results of the client so far.
+        That of a refusal has only the request.
+        """
+        return self._key(f"result-updates:{client}")
+
+    def unreleased(self, client: str) -> str:
+        """Set, written by the job: ids of requests of *client* with results that it has not released."""
+        return self._key(f"unreleased:{client}")
 
     @property
-    def kept_updates(self) -> str:
-        """Short, lossy stream, written by the job: ids of requests whose kept rollouts have changed."""
-        return self._key("kept-updates")
+    def results_written(self) -> str:
+        """Hash, written by the job: client → bytes of all its results."""
+        return self._key("results-written")
+
+    @property
+    def results_read(self) -> str:
+        """Hash, written by clients: client → bytes of its results that it has read."""
+        return self._key("results-read")
+
+    @property
+    def newest_steps(self) -> str:
+        """Hash, written by clients: client → greatest number of a step that it has opened."""
+        return self._key("newest-steps")
 
     @property
     def rewards(self) -> str:
         """Stream, written by clients: rewards of rollouts, each deleted once it is recorded in the history."""
         return self._key("rewards")
-
-    def results(self, client: str) -> str:
-        """Stream, written by the job: finished rollouts for *client*, each deleted once all groups acknowledged it."""
-        return self._key(f"results:{client}")
-
-    def client(self, name: str) -> str:
-        """String with expiry, written by the client: the process that currently reads the results of client *name*."""
-        return self._key(f"client:{name}")
 
     @property
     def status(self) -> str:
@@ -134,7 +152,7 @@ class MessageKeys:
     # Keys that only the processes of the job use.
 
     def ledger(self, request_id: str) -> str:
-        """Hash, written when rollouts finish: ``entry``, ``n``, ``cancelled``, and sample → ledger entry."""
+        """Hash: ``entry``, ``n``, ``cancelled``, ``released`` by the client, and sample → ledger entry."""
         return self._key(f"ledger:{request_id}")
 
     @property
@@ -203,7 +221,7 @@ class MessageKeys:
     @property
     def weights(self) -> str:
         """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
-        ``group`` → the last transfer group."""
+        ``group`` → the last group of a trainer."""
         return self._key("weights")
 
     @property
@@ -221,10 +239,6 @@ class MessageKeys:
         An assignment stays until its rollout is in the ledger.
         """
         return self._key(f"inbox:{engine}")
-
-    def weight_offer(self, engine: str) -> str:
-        """String with expiry, written by another engine: where *engine* can receive the weights that it has missed."""
-        return self._key(f"weight-offer:{engine}")
 
     def weight_checksum(self, files: str) -> str:
         """String with expiry, written by the first engine that reads published files: their checksum."""

@@ -70,25 +70,6 @@ class FinishReason(StrEnum):
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Capability(StrEnum):
-    """What jobs of later versions offer in addition to version 1 of the protocol."""
-
-    KEPT_RESULTS = "kept-results"
-    """Requests may have ``keep_seconds``."""
-    STREAMED_TOKENS = "streamed-tokens"
-    """Requests may have ``stream``."""
-    WEIGHT_BUCKETS = "weight-buckets"
-    """Broadcasts may have ``bucket_bytes``."""
-    WEIGHT_TRANSFER = "weight-transfer"
-    """Engines can join transfer groups (``join``), and broadcasts may have ``packed_bytes``."""
-    PAUSE = "pause"
-    """The job can be paused and resumed."""
-    STALENESS = "staleness"
-    """Requests may have ``min_weight_version`` and ``max_staleness``."""
-    WEIGHT_DELTAS = "weight-deltas"
-    """Weight updates may have ``deltas``, for engines that report ``deltas``."""
-
-
 class DraftMode(StrEnum):
     """What a request's rollouts are drafted from. No mode changes the output distribution."""
 
@@ -324,7 +305,7 @@ class RolloutRequest(_Message):
     reply_to: str = Field(
         default="trainer",
         pattern=CLIENT_PATTERN,
-        description="Name of the client whose result stream receives the rollouts.",
+        description="Name of the client that is told about the results.",
     )
     problem_id: str = Field(
         default="",
@@ -380,13 +361,13 @@ class RolloutRequest(_Message):
         default=None,
         ge=1,
         le=MAX_KEEP_SECONDS,
-        description="Keep the rollouts under the id of the request, where every process can read them, for this many "
-        "seconds after the last of them, instead of sending them to the client's result stream.",
+        description="Seconds for which the rollouts are kept after the last of them. Default: until the client "
+        "releases them.",
     )
     stream: bool = Field(
         default=False,
-        description="Let every process read the tokens while they are sampled. It needs keep_seconds. Responses with "
-        "presence or frequency penalties are not streamed, because an interrupted one begins anew.",
+        description="Let every process read the tokens while they are sampled. Responses with presence or frequency "
+        "penalties are not streamed, because an interrupted one begins anew.",
     )
     traceparent: str | None = Field(
         default=None,
@@ -397,8 +378,6 @@ class RolloutRequest(_Message):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        if self.stream and self.keep_seconds is None:
-            raise ValueError("stream needs keep_seconds")
         if self.stream and self.max_staleness is not None:
             raise ValueError("stream excludes max_staleness: tokens that were streamed cannot be sampled again")
         if self.weight_version is not None and (self.min_weight_version, self.max_staleness) != (None, None):
@@ -565,55 +544,21 @@ class Refusal(_Message):
     kind: Literal["refusal"] = "refusal"
     request_id: str = Field(description="Id of the refused request.")
     reason: str = Field(description="Why the request was refused.")
-    already_answered: bool = Field(
-        default=False,
-        description="Whether the request was answered before. Send it with another request id to have it sampled "
-        "again.",
+
+
+class WeightTransfer(_Message):
+    """Full weights that a trainer sends from its memory through vLLM's weight transfer."""
+
+    group: str = Field(min_length=1, description="Id of the trainer's group, which the engines have joined.")
+    engines: list[str] = Field(min_length=1, description="Ids of the engines that take part.")
+    base: int = Field(
+        ge=0, description="Version of the full weights that were published before, to which differences apply."
     )
-
-
-class TensorSpec(_Message):
-    """One tensor of a broadcast."""
-
-    name: str = Field(description="Name of the parameter.")
-    dtype: str = Field(description="Name of the torch dtype, for example bfloat16.")
-    shape: list[int] = Field(description="Size of each dimension.")
-
-
-class Broadcast(_Message):
-    """Tensors that the trainer broadcasts from its memory, one after the other, as rank 0 of a process group."""
-
-    group: str = Field(min_length=1, description="Id of the process group. An engine joins a group once.")
-    ranks: dict[str, int] = Field(
-        min_length=1,
-        description="Engine id → rank of its first worker process. Its other processes have the following ranks.",
-    )
-    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
-    tensors: list[TensorSpec] = Field(min_length=1, description="The tensors, in the order of the broadcasts.")
-    bucket_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="Largest number of bytes of successive tensors that are broadcast at once, each beginning at a "
-        "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is. Needs the capability "
-        "weight-buckets.",
-    )
-    packed_bytes: int | None = Field(
+    update_info: dict[str, Any] | None = Field(
         default=None,
-        ge=0,
-        description="The group is a transfer group, which the engines have joined before. Its tensors are sent in "
-        "vLLM's formats: successive ones at once, without gaps, up to the first with which they have more than this "
-        "many bytes; or 0: each tensor alone. Needs the capability weight-transfer.",
+        description="Names, dtype_names and shapes of the tensors, as in vLLM's update_info, if they are known "
+        "beforehand. The engines check them before the trainer sends anything.",
     )
-
-
-class DeltaFile(_Message):
-    """A file with the difference between two successive versions of the weights."""
-
-    weight_version: int = Field(ge=1, description="Version of the weights after the difference was applied.")
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$", description="Name of the file in the keyframe's directory."
-    )
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the file, in hex.")
 
 
 class WeightUpdate(_Message):
@@ -626,34 +571,43 @@ class WeightUpdate(_Message):
     )
     uri: str = Field(
         min_length=1,
-        description="Directory of the safetensors files; spec.weights restricts it. With broadcast: nccl:// or gloo:// "
-        "with the trainer's host and port.",
+        description="Directory of the safetensors files; spec.weights restricts it. With transfer: a unique text that "
+        "identifies these weights.",
     )
-    broadcast: Broadcast | None = Field(default=None, description="Broadcast of full weights instead of a directory.")
+    transfer: WeightTransfer | None = Field(
+        default=None, description="The weights come from a trainer's memory instead of a directory."
+    )
     weights_kind: WeightsKind = Field(default=WeightsKind.FULL, description="What the update contains.")
     sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
+        description="Checksum of the weights. Default: they are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
-    deltas: list[DeltaFile] | None = Field(
-        default=None,
-        description="The weights are those in the directory, a keyframe, with these differences applied in order. An "
-        "engine applies only those that it has not applied before. The directory needs no config.json. Needs the "
-        "capability weight-deltas.",
-    )
 
     @model_validator(mode="after")
-    def _check_deltas(self) -> Self:
-        if self.deltas is not None and (self.broadcast is not None or self.weights_kind is not WeightsKind.FULL):
-            raise ValueError("deltas need full weights in a directory")
+    def _check_transfer(self) -> Self:
+        if self.transfer is not None and self.weights_kind is not WeightsKind.FULL:
+            raise ValueError("adapters are published from a directory")
         return self
 
     @property
     def identity(self) -> str:
-        """What identifies these weights: the checksum of the last difference or of the directory, or else the URI."""
-        return self.deltas[-1].sha256 if self.deltas else self.sha256 or self.uri
+        """What identifies these weights: their checksum, or else the URI."""
+        return self.sha256 or self.uri
+
+
+class TransferStep(_Message):
+    """What a trainer does next in a transfer of weights. Engines read these from a stream of their own."""
+
+    kind: Literal["transfer_step"] = "transfer_step"
+    step: Literal["update", "finish", "abort"] = Field(
+        description="update: send tensors; finish: all were sent; abort: the engines keep their weights."
+    )
+    update_info: dict[str, Any] | None = Field(
+        default=None, description="What vLLM's update_weights is called with, for update."
+    )
+    reason: str = Field(default="", description="Why the transfer is aborted.")
 
 
 class Cancel(_Message):
@@ -670,22 +624,16 @@ class Rewards(_Message):
     rewards: dict[str, float] = Field(min_length=1, description="Rollout id → reward.")
 
 
-class JoinGroup(_Message):
-    """Control message: join the process group of a trainer, its transfer group, and leave the one joined before."""
+class InitWeightTransfer(_Message):
+    """Control message: call vLLM's init_weight_transfer_engine, and leave the group of an earlier trainer."""
 
-    kind: Literal["join"] = "join"
-    group: str = Field(min_length=1, description="Id of the process group.")
-    uri: str = Field(min_length=1, description="nccl:// or gloo:// with the host and port at which rank 0 listens.")
-    members: dict[str, int] = Field(
-        min_length=1,
-        description="Engine id → rank of its first worker process. Its other processes have the following ranks. The "
-        "trainer has rank 0.",
+    kind: Literal["init_weight_transfer"] = "init_weight_transfer"
+    group: str = Field(min_length=1, description="Id of the group.")
+    engines: dict[str, int] = Field(
+        min_length=1, description="Engine id → rank of its first worker process in the group. The trainer has rank 0."
     )
-    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
-    packed_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="What broadcasts in this group have as packed_bytes unless they are told otherwise.",
+    init_info: dict[str, Any] = Field(
+        description="vLLM's init_info. If it has a rank_offset, each engine replaces it by its rank."
     )
 
 
@@ -708,15 +656,16 @@ class Resume(_Message):
     kind: Literal["resume"] = "resume"
 
 
-ControlMessage = WeightUpdate | JoinGroup | Cancel | Pause | Resume | Close
-Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | ControlMessage
+ControlMessage = WeightUpdate | InitWeightTransfer | Cancel | Pause | Resume | Close
+Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | TransferStep | ControlMessage
 MESSAGES: tuple[type[Message], ...] = (
     RolloutRequest,
     Rollout,
     Partial,
     Refusal,
     WeightUpdate,
-    JoinGroup,
+    InitWeightTransfer,
+    TransferStep,
     Cancel,
     Rewards,
     Pause,

@@ -103,12 +103,10 @@ class CoordinatorStatus(TypedDict):
     ``reward``, ``timeout``, ``memory``, ``exit``, ``sampling`` or ``unavailable``."""
     engines_lost: int
     """Engines that this coordinator has lost."""
-    migrated: int
-    """Rollouts that this coordinator has migrated to idle engines."""
     dead_letters: int
     """Messages that this coordinator has moved to the dead letters."""
-    unread: dict[str, int]
-    """Number of unread results of each client."""
+    unread_bytes: dict[str, int]
+    """Bytes of the results that each client has not read."""
     slow_clients: list[str]
     """Clients with too many unread results."""
 

@@ -166,8 +166,8 @@ class Measurement:
     """Fraction of the decoding time that drafting has saved; None if it is unknown."""
     remaining_seconds: float | None
     """Estimated seconds until all open requests are answered; None if it is unknown."""
-    unread: int
-    """Number of unread results of all clients."""
+    unread_bytes: int
+    """Bytes of the results that clients have not read."""
     engines: list[EngineMeasurement]
 
     def pack(self) -> bytes:

@@ -26,9 +26,8 @@ READ_BLOCK_MS = 1000
 _CONNECT_TIMEOUT_S = 2.0
 _REPLY_TIMEOUT_S = 5.0
 
-# redis-py itself must not retry: if the reply to a read of a consumer group is lost, a silent second read would skip
-# the entries of the first, and its pauses would add to those of the client's retry policy. With RESP2, replies have
-# one shape.
+# redis-py itself must not retry: a client sends its requests again after an interruption, of which it would not learn,
+# and the pauses would add to those of the client's retry policy. With RESP2, replies have one shape.
 _CLIENT_SETTINGS: dict[str, Any] = {
     "socket_timeout": READ_BLOCK_MS / 1000 + _REPLY_TIMEOUT_S,
     "socket_connect_timeout": _CONNECT_TIMEOUT_S,

@@ -219,7 +219,7 @@ class ClientRetryPolicy(RetryPolicy):
     def _log_retry(self, error: redis.RedisError, outage: float, action: str) -> None:
         if is_out_of_memory(error):
             logger.warning(
-                "%s is out of memory; this client waits to %s and continues once results are acknowledged or maxmemory "
+                "%s is out of memory; this client waits to %s and continues once results are released or maxmemory "
                 "is raised. (%s)",
                 self._server,
                 action,
@@ -244,5 +244,5 @@ def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
     elif isinstance(error, redis.exceptions.AskError):
         remedy = "it is a node of a cluster, but a job's messages need a single server: use the URL of one"
     else:
-        remedy = "docs/protocol.md lists the commands that a client needs"
+        remedy = "it must be Redis 7.0 or Valkey 7.2, and permit their ordinary commands"
     return f"{server} refused to {action}: {type(error).__name__}: {error}; {remedy}"

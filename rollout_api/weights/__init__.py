@@ -1,1 +1,1 @@
-"""Transfer of model weights from a trainer to engines: checksums and broadcasts."""
+"""Weights of a trainer: checksums of directories, and sending from memory."""

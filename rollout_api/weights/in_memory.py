@@ -1,46 +1,38 @@
-"""Weights that are broadcast from a trainer's memory to the engines, without files. Needs torch; NCCL needs vLLM."""
+"""Weights that a trainer sends to the engines from its memory. Needs torch; NCCL needs vLLM."""
 
 from __future__ import annotations
 
-import secrets
 import socket
-import threading
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.ports import free_port
-from rollout_api.protocol.messages import Broadcast, TensorSpec
-from rollout_api.weights.broadcast import BroadcastGroup, join, send
-from rollout_api.weights.buckets import DEFAULT_BUCKET_BYTES
-from rollout_api.weights.checkpoint_names import checkpoint_pieces
+from rollout_api.weights.gloo import GLOO, GlooTrainer, GlooTrainerInitInfo, update_info
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
 """Names and torch tensors, or a function that returns them anew for each publication."""
-_Split = Callable[[str, Any], Iterable[tuple[str, Any]]]
+_START, _FAILED = "start", "failed: "
+"""What the process that publishes tells the trainer's other processes; the last is followed by a reason."""
 
 
 @dataclass(frozen=True)
-class _Membership:
-    """A group that the trainer and some engines have agreed on."""
+class TensorDescription:
+    """Name, torch data type and shape of a tensor; the same as vLLM's ``ParamMeta``."""
 
-    name: str = ""
-    """Name of the group."""
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    """Rank of the first worker process of each engine."""
-    group: BroadcastGroup | None = None
-    """The group; None until it was joined."""
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
 
 
 class TensorsInMemory:
-    """Tensors that can be published from memory.
+    """Tensors that can be published from memory, as a ``WeightSource`` of vLLM's weight transfer.
 
-    They are broadcast with NCCL from a GPU, and with gloo from main memory. The job must allow it
-    (``spec.weights.broadcast``). Engines do not decode while they wait for each other, so ``mode="drain"`` is not
-    supported. An engine that joins later receives the weights from another engine. If there is none, it serves the
-    weights that the job was started with until the next version is published.
+    They are sent with NCCL from a GPU, and with gloo from main memory. The job must allow it
+    (``spec.weights.transfer``). An engine that joins later waits for the next version.
 
     If the tensors are sharded (``DTensor``, as with FSDP2 and torch's tensor parallelism), every process of the trainer
     creates an instance. The process with rank 0 publishes, and every other one calls :meth:`take_part` meanwhile.
@@ -70,8 +62,13 @@ class TensorsInMemory:
         device: Any = None,
     ) -> None:
         self._host, self._port, self._trainers, self._target = host, port, trainers, device
-        self._membership = _Membership()
-        self._withdrawn = threading.Event()
+        self._sender: Any = None
+        """A ``TrainerWeightTransferEngine`` of vLLM or the like; None without a group."""
+        self._client = _CurrentClient()
+        self._remaining: Iterator[tuple[str, Any]] = iter(())
+        """Tensors that the sender has not read yet, which other processes still gather with this one."""
+        self.group = ""
+        """Id of the group that the sender has formed; '' if there is none."""
         self.replace(tensors)
 
     def replace(self, tensors: NamedTensors) -> None:
@@ -82,78 +79,100 @@ class TensorsInMemory:
         """
         self._read = _reader(tensors)
         devices, self._is_sharded = set(), False
-        self._specs: list[TensorSpec] = []
+        self._described: list[TensorDescription] = []
         for source, tensor in self._read():
             self._device = _device_of(tensor, self._target)
             devices.add(self._device.type)
             self._is_sharded = self._is_sharded or hasattr(tensor, "full_tensor")
-            self._specs += [
-                TensorSpec(name=name, dtype=str(piece.dtype).removeprefix("torch."), shape=list(piece.shape))
+            self._described += [
+                TensorDescription(name, piece.dtype, tuple(piece.shape))
                 for name, piece in self._split(source, _without_data(tensor))
             ]
         if devices not in ({"cpu"}, {"cuda"}):
             found = ", ".join(sorted(devices)) or "no device"
             raise InvalidRequestError(f"the tensors are on {found}; they must all be on cpu, or all on cuda")
-        self.backend = "gloo" if devices == {"cpu"} else "nccl"
-        """Backend of the broadcast."""
+        self.backend = GLOO if devices == {"cpu"} else "nccl"
+        """Backend with which they are sent."""
 
     def _split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:
         """Return the tensors of the checkpoint that a whole tensor contains."""
         return [(name, tensor)]
 
-    def offer(self, engines: Mapping[str, int], *, buckets: bool) -> tuple[str, Broadcast]:
-        """See :class:`~rollout_api.client.weight_publisher.InMemoryWeights`."""
-        self._withdrawn = threading.Event()
-        ranks, world_size = {}, 1
-        for engine, num_processes in sorted(engines.items()):
-            ranks[engine] = world_size
-            world_size += num_processes
-        if self._membership.ranks != ranks:
-            if self._membership.group is not None:
-                self._membership.group.leave()
-            self._membership = _Membership(secrets.token_hex(8), ranks)
-        host = self._host or _own_address()
-        uri = f"{self.backend}://{host}:{self._port or free_port('')}"
-        return uri, Broadcast(
-            group=self._membership.name,
-            ranks=ranks,
-            world_size=world_size,
-            tensors=self._specs,
-            bucket_bytes=DEFAULT_BUCKET_BYTES if buckets else 0,
-        )
+    def metadata(self) -> list[TensorDescription]:
+        """Describe the tensors of the checkpoint, in their order."""
+        return self._described
 
-    def send(self, uri: str, offer: Broadcast) -> None:
-        """See :class:`~rollout_api.client.weight_publisher.InMemoryWeights`."""
-        membership = self._membership
-        self._membership = _Membership()  # a group in which a broadcast has failed must not be used again
-        group = membership.group
+    @property
+    def update_info(self) -> dict[str, Any]:
+        """The same as vLLM's ``update_info``."""
+        return update_info(self._described)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor of the checkpoint as a whole, with its name.
+
+        If the tensors are sharded, the trainer's other processes must call :meth:`take_part` meanwhile.
+        """
+        for source, tensor in self._read():
+            yield from self._split(source, _whole(tensor).to(self._device))
+
+    def connect(self, client: Any, world_size: int) -> None:
+        """Form a group with the engines; the earlier one is left.
+
+        Args:
+            client: lets the engines join; see vLLM's ``VLLMWeightSyncClient``.
+            world_size: number of the engines' processes, and one.
+
+        Raises:
+            Exception: what *client* raises, or a RuntimeError if engines are missing.
+        """
+        self.disconnect()
+        self._client.target = client
+        host, port = self._host or _own_address(), self._port or free_port("")
+        source: Any = _RecordedSource(self)
+        if self.backend == GLOO:
+            self._sender = GlooTrainer.trainer_init(
+                GlooTrainerInitInfo(host, port, world_size), client=self._client, source=source
+            )
+            return
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        with self._on_device():
+            self._sender = WeightTransferTrainerFactory.trainer_init(
+                NCCLTrainerInitInfo(host, port, world_size, rank=0), client=self._client, source=source
+            )
+
+    def disconnect(self) -> None:
+        """Leave the group with the engines, if there is one."""
+        sender, self._sender, self.group = self._sender, None, ""
+        if sender is not None:
+            sender.shutdown()
+
+    def send(self, client: Any) -> None:
+        """Send the tensors to the engines, which :meth:`connect` has connected, and return when these serve them.
+
+        Args:
+            client: tells the engines about it; it may be another one than before.
+
+        Raises:
+            Exception: what the client raises, or a RuntimeError if an engine is gone.
+        """
+        if self._sender is None:
+            raise ValueError("connect must be called before")
+        self._client.target, self._remaining = client, iter(self)
+        self._tell(_START)
         try:
-            if group is None:
-                group = join(
-                    self.backend,
-                    urlsplit(uri).hostname or "",
-                    urlsplit(uri).port or 0,
-                    rank=0,
-                    world_size=offer.world_size,
-                    device=self._device,
-                    withdrawn=self._withdrawn,
-                )
-            specs = [(spec.name, spec.dtype, spec.shape) for spec in offer.tensors]
-            send(group, specs, self._gather(), bucket_bytes=offer.bucket_bytes)
-        except BaseException as error:
-            if group is not None:
-                group.leave()
-            self.abort(str(error) or type(error).__name__)
+            with self._on_device():
+                self._sender.send_weights()
+        except BaseException:
+            self.disconnect()  # a group in which a transfer has failed must not be used again
+            if self._is_sharded:
+                for _ in self._remaining:  # the trainer's other processes gather all of them
+                    pass
             raise
-        self._tell(_DONE)
-        self._membership = _Membership(membership.name, membership.ranks, group)
-
-    def withdraw(self) -> None:
-        """See :class:`~rollout_api.client.weight_publisher.InMemoryWeights`."""
-        self._withdrawn.set()
 
     def abort(self, reason: str) -> None:
-        """See :class:`~rollout_api.client.weight_publisher.InMemoryWeights`."""
+        """Tell the trainer's other processes that :meth:`send` will not be called."""
         self._tell(f"{_FAILED}{reason}")
 
     def take_part(self) -> None:
@@ -167,31 +186,18 @@ class TensorsInMemory:
         """
         if not self._is_sharded:
             return
-        tensors = iter(self._read())
-        while (told := self._hear()) != _DONE:
-            if told.startswith(_FAILED):
-                reason = told.removeprefix(_FAILED)
-                raise WeightsError(f"the process with rank 0 has not published the weights: {reason}")
-            _, tensor = next(tensors)
+        told = self._hear()
+        if told != _START:
+            reason = told.removeprefix(_FAILED)
+            raise WeightsError(f"the process with rank 0 has not published the weights: {reason}")
+        for _, tensor in self._read():
             _whole(tensor)
 
-    def gather(self) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor of the checkpoint as a whole, with its name.
+    def _on_device(self) -> Any:
+        """Make the tensors' GPU that of this thread."""
+        import torch
 
-        If the tensors are sharded, the trainer's other processes must call :meth:`take_part` meanwhile. They are told
-        when the last tensor was taken, or that the iterator was closed before.
-        """
-        try:
-            yield from self._gather()
-        except BaseException as error:
-            self.abort(str(error) or type(error).__name__)
-            raise
-        self._tell(_DONE)
-
-    def _gather(self) -> Iterator[tuple[str, Any]]:
-        for source, tensor in self._read():
-            self._tell(_NEXT)
-            yield from self._split(source, _whole(tensor).to(self._device))
+        return nullcontext() if self.backend == GLOO else torch.cuda.device(self._device)
 
     def _tell(self, message: str) -> None:
         """Tell the trainer's other processes what happens next."""
@@ -214,6 +220,37 @@ class TensorsInMemory:
         if self._trainers is None:
             return 0
         return int(torch.distributed.get_global_rank(self._trainers, 0))
+
+
+class _CurrentClient:
+    """Forwards a sender's calls, so that it can outlive the client with which it was created."""
+
+    target: Any
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.target.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.target.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.target.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.target.finish_weight_update(weight_version)
+
+
+class _RecordedSource:
+    """The tensors as a sender reads them, so that those which a failed sender leaves can still be gathered."""
+
+    def __init__(self, tensors: TensorsInMemory) -> None:
+        self._tensors = tensors
+
+    def metadata(self) -> list[TensorDescription]:
+        return self._tensors.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._tensors._remaining
 
 
 class ModelInMemory(TensorsInMemory):
@@ -246,8 +283,24 @@ class ModelInMemory(TensorsInMemory):
         return checkpoint_pieces(self._model, name, tensor)
 
 
-_NEXT, _DONE, _FAILED = "next", "done", "failed: "
-"""What the process that publishes tells the trainer's other processes; the last is followed by a reason."""
+def checkpoint_pieces(model: Any, name: str, parameter: Any) -> Iterable[tuple[str, Any]]:
+    """Return the tensors of a checkpoint, with their names, that a parameter of a model contains.
+
+    Since version 5, models of transformers hold the experts of a layer in one parameter, and a checkpoint has one
+    tensor for each. Parameters of other models have the names and shapes of their checkpoint.
+
+    Args:
+        model: the model.
+        name: name of the parameter.
+        parameter: its value, or a tensor of its shape on torch's device ``meta``.
+    """
+    transformers = sys.modules.get("transformers")  # a model of transformers cannot exist before this is imported
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return [(name, parameter)]
+    from transformers.core_model_loading import revert_weight_conversion
+
+    pieces: dict[str, Any] = revert_weight_conversion(model, {name: parameter})
+    return pieces.items()
 
 
 def _reader(tensors: NamedTensors) -> Callable[[], Iterable[tuple[str, Any]]]:

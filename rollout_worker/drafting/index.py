@@ -61,10 +61,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rollout_store.history.records import TokenArray
 from rollout_worker.drafting import _native
 from rollout_worker.drafting._native import Draft
 from rollout_worker.drafting.batch import Batch
-from rollout_worker.history.records import TokenArray
 
 __all__ = [
     "POOL_TOKENS",
@@ -133,16 +133,6 @@ class Occurrence(NamedTuple):
     """Reward of the rollout; in the cross-problem pool, the one with which it was added."""
     anchored: bool = False
     """Whether the request has recently followed this rollout of the history."""
-
-
-class Alternative(NamedTuple):
-    """A token that may follow at a position of a draft."""
-
-    token: int
-    mixed: float
-    """Its probability according to the mixture; the probabilities of a position add up to at most 1."""
-    calibrated: float
-    """The calibrated probability that it is accepted if it is drafted, as in `Draft.probabilities`."""
 
 
 class SourceCounts(NamedTuple):
@@ -494,17 +484,6 @@ class SuffixIndex:
             ValueError: for a negative `length`.
         """
         return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
-
-    def alternatives(self, handle: int) -> list[list[Alternative]]:
-        """Return the tokens among which the request's last draft has chosen, for each of its positions.
-
-        There are at most six for a position. One position more than the draft has is returned if the draft has ended
-        before it because of its survival.
-
-        Raises:
-            KeyError: for a handle that is not open.
-        """
-        return [[Alternative(*row) for row in position] for position in self._native.alternatives(handle)]
 
     def state_dict(self) -> LearnedState:
         """Return the learned parameters, for `load_state_dict` of another index of the same version.

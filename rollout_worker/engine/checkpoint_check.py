@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rollout_api.weights.safetensors_file import SAFETENSORS_DTYPES
-from rollout_worker.engine.model_source import ModelError
+from rollout_store.models.model_source import ModelError
 
+_SAFETENSORS_DTYPES = {
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "int8": "I8",
+    "uint8": "U8",
+}
+"""PyTorch's names of data types → those of safetensors."""
+_SENT = "what the trainer sends"
 _FLOAT_DTYPES = {"BF16", "F16", "F32", "F64"}
 """Data types between which vLLM converts when it loads weights."""
 _OUTPUT_PROJECTION = "lm_head.weight"
@@ -19,32 +35,46 @@ _Tensors = dict[str, tuple[list[int], str]]
 """Name → shape and safetensors data type."""
 
 
-@dataclass(frozen=True)
-class BroadcastWeights:
-    """Weights that a trainer is about to broadcast to the engine."""
+class CheckpointCheck:
+    """Checks tensors that arrive in several parts as :func:`check_checkpoint` does those of a directory.
 
-    backend: str
-    """nccl or gloo."""
-    host: str
-    """The trainer's address."""
-    port: int
-    group: str
-    """Name of the process group; a group that was joined before is used again."""
-    rank: int
-    """Rank of the engine's first worker process in the group."""
-    world_size: int
-    tensors: list[tuple[str, str, list[int]]]
-    """Name, PyTorch data type and shape of each tensor, in the order in which they are sent."""
-    bucket_bytes: int = 0
-    """Largest number of bytes of successive tensors that are sent at once; 0 if each tensor is."""
-    packed_bytes: int | None = None
-    """Set if *group* is a transfer group; see :class:`~rollout_api.protocol.messages.Broadcast`."""
+    Args:
+        model: the model with which the engine was started.
+        is_partial: whether tensors may be missing, because only differences are sent.
+    """
 
+    def __init__(self, model: Path, *, is_partial: bool) -> None:
+        self._expected, self._is_partial = _read_tensors(model), is_partial
+        self._found: _Tensors = {}
 
-def check_broadcast(weights: BroadcastWeights, model: Path) -> None:
-    """Check the tensors of a broadcast as :func:`check_checkpoint` does those of a directory."""
-    tensors = {name: (shape, SAFETENSORS_DTYPES.get(dtype, dtype)) for name, dtype, shape in weights.tensors}
-    check_tensors(f"the broadcast from {weights.host}:{weights.port}", tensors, model)
+    def add(self, update_info: Mapping[str, Any]) -> None:
+        """Check the tensors that a call of vLLM's ``update_weights`` describes.
+
+        Raises:
+            ModelError: if they are not described, or the model has no such tensors.
+        """
+        try:
+            described = zip(update_info["names"], update_info["dtype_names"], update_info["shapes"], strict=True)
+            found = {
+                str(name): (list(shape), _SAFETENSORS_DTYPES.get(dtype, str(dtype))) for name, dtype, shape in described
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"update_info needs names, dtype_names and shapes of the same length: {error!r}") from None
+        _check_known(_SENT, found, self._expected)
+        self._found |= found
+
+    def clear(self) -> None:
+        """Forget which tensors were described."""
+        self._found = {}
+
+    def finish(self) -> None:
+        """Check that all tensors were sent.
+
+        Raises:
+            ModelError: if they were not.
+        """
+        if not self._is_partial:
+            _check_complete(_SENT, self._found, self._expected)
 
 
 def check_checkpoint(directory: Path, model: Path) -> None:
@@ -59,18 +89,21 @@ def check_checkpoint(directory: Path, model: Path) -> None:
     Raises:
         ModelError: if a tensor is missing or unknown, or has another shape or data type than the model's.
     """
-    check_tensors(f"checkpoint {directory}", _read_tensors(directory), model)
+    source, tensors, expected = f"checkpoint {directory}", _read_tensors(directory), _read_tensors(model)
+    _check_complete(source, tensors, expected)
+    _check_known(source, tensors, expected)
 
 
-def check_tensors(source: str, tensors: dict[str, tuple[list[int], str]], model: Path) -> None:
-    """Check tensors, by shape and safetensors data type, as :func:`check_checkpoint` does those of a directory."""
-    expected = _read_tensors(model)
+def _check_complete(source: str, tensors: _Tensors, expected: _Tensors) -> None:
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelError(f"{source} has no {_list_names(missing)}: it must have all of the model's tensors")
+
+
+def _check_known(source: str, tensors: _Tensors, expected: _Tensors) -> None:
     if unknown := sorted(tensors.keys() - expected.keys() - {_OUTPUT_PROJECTION}):
         raise ModelError(f"{source} has {_list_names(unknown)}, which the model does not have")
-    for name, (shape, dtype) in expected.items():
-        actual_shape, actual_dtype = tensors[name]
+    for name in (name for name in expected if name in tensors):
+        (actual_shape, actual_dtype), (shape, dtype) = tensors[name], expected[name]
         if actual_shape != shape:
             raise ModelError(f"{source}: {name} has shape {actual_shape}, but the model has {shape}")
         if actual_dtype != dtype and not {actual_dtype, dtype} <= _FLOAT_DTYPES:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_worker.engine.compat import check_kv_cache_dtype, check_quantization, lora_rank
-from rollout_worker.engine.compat_v2 import PROPOSER
-from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.kept_tokens import MAX_WIDTH
-from rollout_worker.engine.limits import (
-    CPU_KV_CACHE_BYTES,
-    DEFAULT_CUDA_GRAPH_TOKENS,
-    MAX_BATCH_ADAPTERS,
-    MAX_CPU_ADAPTERS,
-    MAX_CUDA_GRAPH_TOKENS,
-    MAX_DEFAULT_PLACES,
-    MIN_SCHEDULED_TOKENS,
-    PROMPT_TOKENS_BESIDE_PLACES,
-)
-from rollout_worker.engine.model_source import max_positions
+from rollout_store.job.engine_errors import EngineError
+from rollout_store.models.model_source import max_positions
+from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
+from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
 
+_MAX_DEFAULT_PLACES = 2048
+"""Places for drafts and the tokens after them, of all responses, up to which vLLM's own limit of a step is kept."""
+_MIN_SCHEDULED_TOKENS = 8192
+"""Tokens that a step schedules at least if there are more places. This is vLLM's own default on data center GPUs."""
+_PROMPT_TOKENS_BESIDE_PLACES = 4096
+"""Tokens of prompts that such a step can read while all places are planned."""
+_DEFAULT_CUDA_GRAPH_TOKENS = 512
+"""Tokens of the largest CUDA graph that vLLM captures by default."""
+_MAX_CUDA_GRAPH_TOKENS = 2048
+"""Tokens of the largest CUDA graph that is captured for batches with drafts. Each graph takes memory and start time. In
+larger steps, the GPU is estimated to work for longer than it takes to launch its kernels."""
+_CPU_KV_CACHE_BYTES = 1 << 30
+"""Size of the KV cache of a CPU engine whose manifest does not set it."""
+_MAX_BATCH_ADAPTERS = 2
+"""Adapters that one batch may use: that of the responses which started before an update, and the newest."""
+_MAX_CPU_ADAPTERS = 8
+"""Adapters that vLLM keeps in main memory. It reads a dropped one again from its directory, and dies if that fails."""
 _IN_CORE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the process of the engine's core. vLLM replaces its short name, "uni", on CPUs."""
 _EXTENSIONS = "rollout_worker.engine.worker_extension"
@@ -63,6 +71,8 @@ class EngineConfig:
     """None for an engine without speculation."""
     node: EngineNode | None = None
     """None for an engine on one machine."""
+    weight_transfer: str = ""
+    """The backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
@@ -70,9 +80,9 @@ class EngineConfig:
     engines that receive the same prompts at the same time would sample the same responses."""
 
     @property
-    def broadcast_backend(self) -> str:
-        """The torch.distributed backend with which the engine receives weights from a trainer's memory."""
-        return "gloo" if self.cpu else "nccl"
+    def sends_differences(self) -> bool:
+        """Whether a trainer sends only what has changed in the weights."""
+        return self.weight_transfer == "sparse_nccl"
 
     @property
     def returns_routed_experts(self) -> bool:
@@ -103,7 +113,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": spec.enforce_eager,
         "seed": config.seed,
         "logprobs_mode": f"{spec.logprobs_mode}_logprobs",
-        "max_logprobs": MAX_WIDTH,
+        "max_logprobs": MAX_KEPT_WIDTH,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
         "worker_extension_cls": f"{_EXTENSIONS}.EngineExtension",
@@ -111,7 +121,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     if spec.kv_cache_memory is not None:
         settings["kv_cache_memory_bytes"] = int(parse_quantity(spec.kv_cache_memory))
     elif config.cpu:
-        settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        settings["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if spec.gpu_memory_utilization_percentage is not None:
         settings["gpu_memory_utilization"] = spec.gpu_memory_utilization_percentage / 100
     if spec.kv_cache_dtype != "auto":
@@ -125,8 +135,10 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     if spec.max_lora_rank:
         settings["enable_lora"] = True
         settings["max_lora_rank"] = lora_rank(spec.max_lora_rank)
-        settings["max_loras"] = MAX_BATCH_ADAPTERS
-        settings["max_cpu_loras"] = MAX_CPU_ADAPTERS
+        settings["max_loras"] = _MAX_BATCH_ADAPTERS
+        settings["max_cpu_loras"] = _MAX_CPU_ADAPTERS
+    if config.weight_transfer:
+        settings["weight_transfer_config"] = {"backend": config.weight_transfer}
     if config.drafting is not None:
         settings["speculative_config"] = {
             "method": "custom_class",
@@ -164,9 +176,9 @@ def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
         max_draft_tokens: maximum number of tokens of one draft.
     """
     places = max_num_seqs * (1 + max_draft_tokens)
-    if places <= MAX_DEFAULT_PLACES:
+    if places <= _MAX_DEFAULT_PLACES:
         return None
-    return max(MIN_SCHEDULED_TOKENS, places + PROMPT_TOKENS_BESIDE_PLACES)
+    return max(_MIN_SCHEDULED_TOKENS, places + _PROMPT_TOKENS_BESIDE_PLACES)
 
 
 def _cuda_graph_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
@@ -195,8 +207,8 @@ def cuda_graph_sizes(max_num_seqs: int, max_draft_tokens: int) -> list[int]:
         runner rounds all sizes up to such multiples and drops those beyond the last.
     """
     response_tokens = 1 + max_draft_tokens
-    limit = min(max_num_seqs * response_tokens, MAX_CUDA_GRAPH_TOKENS) // response_tokens * response_tokens
-    if limit <= DEFAULT_CUDA_GRAPH_TOKENS:
+    limit = min(max_num_seqs * response_tokens, _MAX_CUDA_GRAPH_TOKENS) // response_tokens * response_tokens
+    if limit <= _DEFAULT_CUDA_GRAPH_TOKENS:
         return []
     sizes = [1, 2, 4, *range(8, 256, 8)]
     spacing, size = 16, 256
@@ -206,6 +218,73 @@ def cuda_graph_sizes(max_num_seqs: int, max_draft_tokens: int) -> list[int]:
         if size >= 32 * spacing:
             spacing *= 2
     return [*sizes, limit]
+
+
+def engine_args(settings: dict[str, Any]) -> Any:
+    """Return ``AsyncEngineArgs`` with these settings.
+
+    Raises:
+        EngineError: if the installed vLLM does not have one of the settings.
+    """
+    from vllm import __version__
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if missing := sorted(settings.keys() - known):
+        names = ", ".join(name + similar_names(name, known) for name in missing)
+        raise EngineError(
+            f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
+        )
+    return AsyncEngineArgs(**settings)
+
+
+def similar_names(name: str, known: Iterable[str]) -> str:
+    """Return the known names that are similar to an unknown one, as a question in parentheses; empty if none is."""
+    similar = difflib.get_close_matches(name, sorted(known))
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+
+
+def check_quantization(name: str) -> None:
+    """Check ``engine.quantization``.
+
+    Raises:
+        EngineError: if vLLM has no such method. The message lists all methods.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    _check_name("engine.quantization", name, QUANTIZATION_METHODS)
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Check ``engine.kvCacheDtype``.
+
+    Raises:
+        EngineError: if vLLM has no such data type. The message lists all types.
+    """
+    from vllm.config.cache import CacheDType
+
+    _check_name("engine.kvCacheDtype", name, get_args(CacheDType))
+
+
+def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    from vllm import __version__
+
+    if name not in known:
+        raise EngineError(f"{field} is {name}, but vLLM {__version__} supports only {', '.join(known)}")
+
+
+def lora_rank(rank: int) -> int:
+    """Return the smallest maximum rank that vLLM supports for LoRA adapters of at most *rank*.
+
+    Raises:
+        EngineError: if vLLM supports no such rank.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    for supported in sorted(get_args(MaxLoRARanks)):
+        if supported >= rank:
+            return int(supported)
+    raise EngineError(f"engine.maxLoraRank is {rank}, but vLLM supports at most {max(get_args(MaxLoRARanks))}")
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -231,14 +310,13 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
             # With several ranks, vLLM compiles the embedding even with enforce_eager. Images without a compiler cannot
             # do this.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
-        if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-            defaults["TRITON_INTERPRET"] = "1"
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 needs a GPU
     else:
         # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
         # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").
         defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if config.weight_transfer == "ipc":
+        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM receives handles of GPU memory pickled
     variables = {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)

@@ -1,16 +1,23 @@
-"""The drafting settings of a request."""
+"""The drafting configuration of an engine, and the drafting settings of a request.
+
+The host process sends the configuration to vLLM's worker processes when the engine starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_api.protocol.messages import DraftMode
 
+if TYPE_CHECKING:
+    from rollout_worker.policy.draft_policy import PolicyName
+
+PROPOSER = "rollout_worker.engine.proposer.HistoryProposer"
+"""The class that identifies this drafter in vLLM's speculative configuration; V1 creates an object of it."""
 EXTRA_ARGS_KEY = "das"
 """Key of the settings in vLLM's ``SamplingParams.extra_args``."""
-
 SOURCES: dict[DraftMode, tuple[str, ...]] = {
     DraftMode.HISTORY: ("history", "self", "siblings", "cross_problem"),
     DraftMode.OWN_TEXT: ("self",),
@@ -18,6 +25,36 @@ SOURCES: dict[DraftMode, tuple[str, ...]] = {
     DraftMode.OFF: ("self",),
 }
 """The index's sources from which a request may be drafted."""
+
+
+@dataclass(frozen=True)
+class HistoryLocation:
+    """The Redis server and history that a worker process reads."""
+
+    redis_url: str
+    namespace: str
+    name: str
+    window: int
+    """Number of generations whose rollouts are drafted from."""
+
+
+@dataclass(frozen=True)
+class DraftingConfig:
+    """The drafting configuration of an engine."""
+
+    policy: PolicyName
+    max_draft_tokens: int
+    """Maximum number of tokens of one draft."""
+    max_index_bytes: int
+    """Maximum memory of the suffix index."""
+    history: HistoryLocation
+    governed: bool = True
+    """Whether drafting is disabled where it does not pay; False only in tests and benchmarks."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DraftingConfig:
+        """Reverse ``dataclasses.asdict``; vLLM's collective calls only carry plain values."""
+        return cls(**{**values, "history": HistoryLocation(**values["history"])})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollout_worker.arrays import Integers, with_row
+from rollout_store.arrays import Integers, with_row
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings

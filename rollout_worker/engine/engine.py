@@ -12,22 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.adapters import Adapters
-from rollout_worker.engine.checkpoint_check import BroadcastWeights
-from rollout_worker.engine.compat import engine_args
-from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
-from rollout_worker.engine.decoding_pause import DecodingPause
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
-from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
+from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
+from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.metrics import EngineCounters
-from rollout_worker.engine.patched_checkpoint import DeltaVersion
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine.transfer_group import GroupMembership
-from rollout_worker.engine.vllm_client import VllmClient
-from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
-from rollout_worker.engine.weight_versions import WeightVersionTracker
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
+from rollout_worker.engine.weight_loading import Updates, WeightLoader
 
+_HISTORY_POLL_INTERVAL_S = 0.02
+"""Seconds between two checks whether the announced history can be drafted from."""
 _STARTING = threading.Lock()
 """Held while an engine of this process starts. vLLM inherits this process's environment variables and replaces its
 metrics in the process's registry, so that two engines that start at the same time can take each other's variables, or
@@ -135,7 +130,7 @@ class Engine:
             request: the request.
             sample: index of the response, less than ``sampling.n``.
             prefix: tokens of the model from which to continue, instead of the request's own prefix; see
-                :func:`rollout_worker.engine.admission.can_continue`.
+                :func:`rollout_store.job.admission_rules.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
                 engine is killed, no more than these tokens and those of one verification step are lost.
             partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls. Tokens that
@@ -200,55 +195,35 @@ class Engine:
         """
         return await self._loader.load_checkpoint(directory, weight_version, mode)
 
-    async def load_deltas(self, weights: DeltaVersion, weight_version: int, mode: UpdateMode) -> float:
-        """Replace the weights by a version that is stored as differences; see :meth:`load_weights`.
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer.
 
-        The differences that are missing are applied, while the engine continues to decode, to a copy of the tensors in
-        main memory, which vLLM loads afterwards. The copy exists from the first such version on.
-        """
-        return await self._loader.load_deltas(weights, weight_version, mode)
-
-    async def receive_weights(self, weights: BroadcastWeights, weight_version: int, mode: UpdateMode) -> float:
-        """Replace the weights by those that a trainer broadcasts; see :meth:`load_weights`.
-
-        If this fails half-way, the engine loads the weights of the last directory again. If its current weights were
-        broadcast as well, it stops.
-        """
-        return await self._loader.receive(weights, weight_version, mode)
-
-    async def join_transfer_group(self, membership: GroupMembership) -> None:
-        """Join the process group of a trainer, and leave the one that was joined before.
-
-        Nothing is decoded meanwhile. Weights that the trainer sends in the group are then loaded by
-        :meth:`receive_weights`.
+        Nothing is decoded meanwhile.
 
         Raises:
-            EngineError: if the trainer cannot be reached, or another engine of the group is missing.
+            EngineError: if the trainer cannot be reached, or another engine of its group is missing.
         """
-        await self._loader.join_group(membership)
+        await self._loader.init_transfer(init_info)
 
-    async def pass_weights(self) -> PassedWeights:
-        """Pass the current full weights on to another engine, in the background, while this one continues to decode.
+    async def load_transferred(
+        self,
+        updates: Updates,
+        weight_version: int,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+        update_info: dict[str, Any] | None = None,
+    ) -> float:
+        """Replace the weights by those that a trainer sends from its memory; see :meth:`load_weights`.
 
-        Loading other weights ends this, and the other engine then reports an error. On CPUs, the weights are unpacked
-        before this returns, in short pauses between decoding steps.
+        The engine decodes until the first update is announced. If receiving fails half-way, it loads the weights of the
+        last directory again. If its current weights came from a trainer's memory as well, it stops.
 
-        Returns:
-            Where the other engine must connect, within :data:`~rollout_worker.engine.limits.STREAM_OFFER_TIMEOUT_S`.
-
-        Raises:
-            EngineError: if the weights are in a form that cannot be passed on, or others are loaded meanwhile.
+        Args:
+            updates: what the trainer announces.
+            weight_version: version of the new weights.
+            mode: what happens to running responses.
+            update_info: describes all tensors, if they are known before the trainer sends them.
         """
-        return await self._loader.pass_on()
-
-    async def receive_passed_weights(self, weights: PassedWeights, mode: UpdateMode) -> float:
-        """Replace the weights by those that another engine passes on; see :meth:`receive_weights`.
-
-        The engines must have the same model and the same settings. Nothing is decoded until all weights have arrived.
-        If this fails half-way, the engine loads the weights of the last directory again. If its current weights are in
-        no directory, all new ones are first received into main memory, so that it keeps the current ones.
-        """
-        return await self._loader.receive_passed(weights, mode)
+        return await self._loader.load_transferred(updates, weight_version, mode, update_info)
 
     async def load_adapter(self, directory: Path, weight_version: int) -> float:
         """Generate new responses with a LoRA adapter; running ones keep theirs. Full weights replace the adapter.
@@ -292,7 +267,7 @@ class Engine:
         )
         deadline = time.monotonic() + timeout_s
         while not (ready := await self._is_history_ready()) and time.monotonic() < deadline:
-            await asyncio.sleep(HISTORY_POLL_INTERVAL_S)
+            await asyncio.sleep(_HISTORY_POLL_INTERVAL_S)
         return ready
 
     async def _is_history_ready(self) -> bool:
@@ -320,7 +295,6 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's processes."""
         self._client.close()
-        self._loader.close()
 
 
 def _start_vllm(config: EngineConfig, counters: EngineCounters) -> Any:

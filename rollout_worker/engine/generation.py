@@ -1,38 +1,40 @@
-"""Generates responses with vLLM, and returns partial rollouts while they are generated."""
+"""Generates responses with vLLM, returns partial rollouts meanwhile, and pauses decoding."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
+from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.canary import CANARY_TOKENS, canary_sample
+from rollout_store.job.engine_errors import AdmissionError, EngineError, translate_errors
 from rollout_worker.engine.adapters import Adapter, Adapters
-from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.compat import model_end_tokens, num_output_tokens
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
-from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
-from rollout_worker.engine.kept_tokens import kept_tokens, width
-from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
 from rollout_worker.engine.response import (
+    DraftCountReader,
     GenerationResult,
     PromptLogprobs,
     ResponseBuilder,
+    ResponseDraftCounts,
     TokensSoFar,
     routed_experts_of,
 )
-from rollout_worker.engine.sampling_params import vllm_sampling_params
-from rollout_worker.engine.stop_strings import StopStrings, token_decoder
-from rollout_worker.engine.vllm_client import VllmClient
-from rollout_worker.engine.weight_versions import WeightVersionTracker
-from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
+from rollout_worker.engine.sampling_params import (
+    StopStrings,
+    kept_tokens,
+    kept_width,
+    token_decoder,
+    vllm_sampling_params,
+)
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker, model_end_tokens, num_output_tokens
 
 PartialCallback = Callable[[Partial], None]
 """Receives all tokens of a response so far."""
@@ -40,6 +42,8 @@ TokensCallback = Callable[[TokensSoFar], None]
 """Receives a reference to the tokens of a response after each decoding step."""
 VersionStarts = list[tuple[int, int]]
 """(weight version, index of its first token), in order."""
+_ABORT_RETRY_INTERVAL_S = 0.02
+"""Seconds after which an abort is repeated, because vLLM ignores an abort of a call that it has not received yet."""
 _CALL_SEPARATOR = "#"
 """Separates the rollout id from the number of the call in the id of a call."""
 
@@ -191,7 +195,7 @@ class ResponseGenerator:
         """Return a function that returns the kept tokens among vLLM's log-probabilities of one position."""
         if not sampling.kept_tokens:
             return None
-        return partial(kept_tokens, width=width(sampling, self._vocabulary), vocabulary=self._vocabulary)
+        return partial(kept_tokens, width=kept_width(sampling, self._vocabulary), vocabulary=self._vocabulary)
 
     def _routed_experts(self, request: RolloutRequest, response: ResponseBuilder, output: Any) -> RoutedExperts | None:
         if not request.sampling.routed_experts:
@@ -241,7 +245,7 @@ class ResponseGenerator:
                 settings,
                 prefix_tokens=prefix_tokens,
                 interval=interval,
-                min_logprobs=width(request.sampling, self._vocabulary),
+                min_logprobs=kept_width(request.sampling, self._vocabulary),
             )
         except ValueError as error:
             raise AdmissionError(f"vLLM rejects the request: {error}") from error
@@ -329,7 +333,6 @@ class ResponseGenerator:
         """Record that vLLM has a call, and abort it once *stop_event* is set."""
         self._running[call_id] = prefix_tokens
         self._idle.clear()
-        self._weight_versions.open(call_id)
         aborting = None if stop_event is None else asyncio.ensure_future(self._abort_when_set(stop_event, call_id))
         try:
             yield
@@ -341,7 +344,6 @@ class ResponseGenerator:
             del self._running[call_id]
             if not self._running:
                 self._idle.set()
-            self._weight_versions.close(call_id)
             if aborting is not None and stop_event is not None and not stop_event.is_set():
                 aborting.cancel()
 
@@ -349,7 +351,7 @@ class ResponseGenerator:
         await stop_event.wait()
         while call_id in self._running:
             await self._client.llm.abort(call_id)
-            await asyncio.sleep(ABORT_RETRY_INTERVAL_S)
+            await asyncio.sleep(_ABORT_RETRY_INTERVAL_S)
 
 
 def _finish_reason(reason: str, stop_event: asyncio.Event | None) -> FinishReason | None:
@@ -359,3 +361,56 @@ def _finish_reason(reason: str, stop_event: asyncio.Event | None) -> FinishReaso
     if reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise EngineError(f"vLLM ended a response unexpectedly: {reason}")
     return FinishReason(reason)
+
+
+class DecodingPause:
+    """Pauses decoding until a caller resumes it, and while weights are loaded."""
+
+    def __init__(self, client: VllmClient, generator: ResponseGenerator) -> None:
+        self._client, self._generator = client, generator
+        self._is_held = False
+        """Whether a caller has paused decoding."""
+        self._is_loading = False
+
+    async def hold(self, *, finish_running: bool) -> None:
+        """See :meth:`Engine.pause`."""
+        if not finish_running:
+            await self._hold()
+            return
+        self._generator.pause_admission()
+        try:
+            await self._generator.wait_idle()
+            await self._hold()
+        finally:
+            self._generator.resume_admission()
+
+    async def _hold(self) -> None:
+        self._is_held = True
+        await self._client.call(self._client.llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def release(self) -> None:
+        """See :meth:`Engine.resume`."""
+        self._is_held = False
+        if not self._is_loading:
+            await self._client.call(self._client.llm.resume_generation())
+
+    @asynccontextmanager
+    async def while_loading(self, *, is_drained: bool, clear_cache: bool) -> AsyncIterator[None]:
+        """Decode nothing within this context, which no two tasks may enter at a time.
+
+        Args:
+            is_drained: whether vLLM has no response.
+            clear_cache: whether keys and values are computed again, including those of running responses.
+        """
+        self._is_loading = True
+        try:
+            # Clearing the cache preempts running requests, so that their keys and values are computed again.
+            mode = "wait" if is_drained and not self._is_held else "keep"
+            await self._client.call(self._client.llm.pause_generation(mode=mode, clear_cache=clear_cache))
+            try:
+                yield
+            finally:
+                if not self._client.stopped and not self._is_held:
+                    await self._client.call(self._client.llm.resume_generation())
+        finally:
+            self._is_loading = False

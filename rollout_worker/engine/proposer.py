@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout_worker.engine.compat import patch_draft_sampling
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids
+from rollout_worker.engine.vllm_patches import patch_draft_sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

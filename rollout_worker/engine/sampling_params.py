@@ -1,13 +1,29 @@
-"""Translates a request's sampling settings into vLLM's."""
+"""Translates a request's sampling settings into vLLM's, and implements what vLLM lacks: kept tokens and stop strings.
+
+**Kept tokens** are those from which a token was sampled. vLLM sets the logits of all tokens that ``top_k``, ``top_p``
+or another setting removes to minus infinity, and returns log-probabilities of the resulting distribution. The kept
+tokens are found among the most likely ones that it returns. vLLM's own option for this, ``return_sampling_mask``, needs
+the V2 model runner, and a ``top_k`` and a temperature in every request of the engine.
+
+**Stop strings.** A response that is continued from a prefix is a new request for vLLM, which does not look into the
+prefix. Besides, vLLM looks for stop strings after each step, and a step with accepted drafts returns several tokens, of
+which some may be behind the stop string. The end of a response must not depend on either. Tokens are therefore read one
+at a time here.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
-from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.compat import streaming_params, top_p_for_drafts
+from rollout_api.manifest.spec import MAX_KEPT_TOP_K, Sampling
 from rollout_worker.engine.draft_settings import DraftSettings
+
+_MIN_TIED = 16
 
 
 def vllm_sampling_params(
@@ -37,8 +53,9 @@ def vllm_sampling_params(
         ValueError: if vLLM rejects the settings.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    # vLLM would look for them in the new tokens only; see rollout_worker.engine.stop_strings.
+    # vLLM would look for them in the new tokens only; see rollout_worker.engine.sampling_params.
     stop = [] if prefix_tokens else sampling.stop
     return SamplingParams(
         n=1,
@@ -65,7 +82,9 @@ def vllm_sampling_params(
         # Only stop strings require the text of the response.
         detokenize=bool(stop),
         extra_args=draft_settings.as_extra_args() if draft_settings else None,
-        **streaming_params(interval),
+        output_kind=RequestOutputKind.DELTA if interval else RequestOutputKind.FINAL_ONLY,
+        # vLLM holds tokens back in the frontend process, which receives them after each step.
+        stream_interval=interval or None,
     )
 
 
@@ -84,3 +103,114 @@ def end_token_ids(params: Any) -> list[int]:
     """
     ends = list(params.stop_token_ids or ())
     return ends if params.eos_token_id is None else [*ends, params.eos_token_id]
+
+
+@cache
+def top_k_alone_fails() -> bool:
+    """Return whether vLLM's sampler fails in a step without drafts when ``top_k`` is used without ``top_p``.
+
+    With speculation, vLLM 0.32 runs the sampler of draft positions in every step, on zero rows if nothing was drafted.
+    The code path for ``top_k`` alone then takes the maximum of an empty tensor, and the engine dies.
+    """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    try:
+        apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def top_p_for_drafts(top_p: float, top_k: int) -> float:
+    """Return the ``top_p`` to use with speculation, with the same output distribution as the requested one.
+
+    If :func:`top_k_alone_fails`, ``top_p`` 1 becomes the next smaller double. vLLM then uses the code path for both
+    settings. As a float32, the value is 1 again, and removes only tokens with probability 0.
+    """
+    return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
+
+
+def _with_ties(top_k: int) -> int:
+    """Return how many tokens to ask for: vLLM keeps all tokens whose logit equals the smallest one of *top_k*."""
+    return 2 * top_k + _MIN_TIED
+
+
+MAX_KEPT_WIDTH = _with_ties(MAX_KEPT_TOP_K)
+"""Largest number of most likely tokens that an engine asks vLLM for."""
+
+
+def kept_width(sampling: Sampling, vocabulary: int) -> int:
+    """Return how many most likely tokens vLLM must return at each position; 0 if no kept tokens were requested.
+
+    Args:
+        sampling: the request's settings.
+        vocabulary: number of tokens of the model.
+    """
+    return min(_with_ties(sampling.top_k), vocabulary) if sampling.kept_tokens else 0
+
+
+def kept_tokens(logprobs: Mapping[int, Any], width: int, vocabulary: int) -> list[int]:
+    """Return the kept tokens at one position, in ascending order; empty if they may be more than vLLM has returned.
+
+    Args:
+        logprobs: vLLM's ``Logprob`` of the sampled token and of the *width* most likely ones.
+        width: number of most likely tokens that vLLM was asked for.
+        vocabulary: number of tokens of the model.
+    """
+    kept = sorted(token for token, one in logprobs.items() if one.logprob > -math.inf)
+    return kept if len(kept) < width or width == vocabulary else []
+
+
+class StopStrings:
+    """Reads the tokens of one response and finds the first one that completes a stop string."""
+
+    def __init__(self, stop: Sequence[str], min_tokens: int, decode: Callable[[int], str]) -> None:
+        """Start before the first token.
+
+        Args:
+            stop: the stop strings, none of them empty.
+            min_tokens: number of first tokens that cannot end the response. A stop string that one of them completes
+                does not count later either.
+            decode: returns the text that a token adds to the response. It is called for each token in order.
+        """
+        self._stop, self._min_tokens, self._decode = tuple(stop), min_tokens, decode
+        self._tail_length = max(map(len, self._stop)) - 1
+        self._tail = ""
+        self._num_tokens = 0
+
+    def completed_by(self, token: int) -> bool:
+        """Read the next token of the response, and return whether it completes a stop string."""
+        known, new = self._tail, self._decode(token)
+        text = known + new
+        self._tail = text[max(0, len(text) - self._tail_length) :]
+        self._num_tokens += 1
+        if not new or self._num_tokens <= self._min_tokens:
+            return False
+        return any(text.find(string, max(0, len(known) - len(string) + 1)) >= 0 for string in self._stop)
+
+
+def token_decoder(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Callable[[int], str]:
+    """Return a function for :class:`StopStrings` that decodes the tokens after a prompt as vLLM does.
+
+    Args:
+        tokenizer: the tokenizer of the ``AsyncLLM``.
+        prompt_token_ids: the prompt, without the prefix from which a response is continued.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request = SimpleNamespace(
+        request_id="",
+        prompt_token_ids=list(prompt_token_ids),
+        prompt_embeds=None,
+        sampling_params=SamplingParams(),
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+    def decode(token: int) -> str:
+        length = len(detokenizer.output_text)
+        detokenizer.update([token], False)
+        return str(detokenizer.output_text[length:])
+
+    return decode

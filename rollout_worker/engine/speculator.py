@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from rollout_worker.arrays import Integers
+from rollout_store.arrays import Integers
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import EngineArrays
 from rollout_worker.engine.sampling_params import end_token_ids

@@ -1,64 +1,28 @@
-"""Replaces the weights of a running engine."""
+"""Loads weights into a running engine."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import socket
 import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import UpdateMode
+from rollout_store.job.engine_errors import EngineError, translate_errors
+from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.adapters import Adapters
-from rollout_worker.engine.checkpoint_check import (
-    BroadcastWeights,
-    check_broadcast,
-    check_checkpoint,
-    check_tensors,
-)
+from rollout_worker.engine.checkpoint_check import CheckpointCheck, check_checkpoint
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.decoding_pause import DecodingPause
-from rollout_worker.engine.errors import EngineError, translate_errors
-from rollout_worker.engine.generation import ResponseGenerator
-from rollout_worker.engine.limits import MAX_READING_PAUSE_S
-from rollout_worker.engine.model_source import ModelError
-from rollout_worker.engine.patched_checkpoint import DeltaVersion, PatchedCheckpoint
-from rollout_worker.engine.transfer_group import GroupMembership
-from rollout_worker.engine.vllm_client import VllmClient
-from rollout_worker.engine.weight_versions import WeightVersionTracker
+from rollout_worker.engine.generation import DecodingPause, ResponseGenerator
+from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S, TRANSFER_RETRY_INTERVAL_S
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
 
-
-@dataclass(frozen=True)
-class PassedWeights:
-    """Where an engine passes its weights on to another one."""
-
-    version: int
-    """Version of the full weights."""
-    token: str
-    """What the other engine must send."""
-    addresses: list[tuple[str, int]]
-    """Host and port of each of the engine's worker processes, by rank."""
-
-
-@dataclass(frozen=True)
-class _NewWeights:
-    method: str
-    """Method of :class:`EngineExtension` that loads them."""
-    arguments: tuple[Any, ...]
-    """Its arguments."""
-    version: int
-    mode: UpdateMode
-    source: str = "a broadcast"
-    """Where they come from, for messages."""
-    stored: Path | DeltaVersion | None = None
-    """Where they are stored; None if they are in the memory of other processes only."""
-
-    @property
-    def action(self) -> str:
-        """Describes the loading in messages."""
-        return f"loading weights from {self.stored or self.source}"
+Updates = AsyncIterator[dict[str, Any]]
+"""What vLLM's ``update_weights`` is called with, until the trainer has sent all weights. Raises EngineError if the
+trainer ends before. Asking for the next element means that the previous one was received."""
 
 
 class WeightLoader:
@@ -76,10 +40,8 @@ class WeightLoader:
         self._client, self._config, self._generator, self._pause = client, config, generator, pause
         self._weight_versions, self._adapters = weight_versions, adapters
         self._loading = asyncio.Lock()
-        self._stored: Path | DeltaVersion | None = config.model
-        """Where the current weights are stored; None if they were broadcast."""
-        self._patched = PatchedCheckpoint()
-        self._patching = asyncio.Lock()
+        self._directory: Path | None = config.model
+        """Directory of the current weights; None if they came from a trainer's memory."""
 
     @property
     def weight_version(self) -> int:
@@ -93,120 +55,85 @@ class WeightLoader:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
-        new = _NewWeights("das_load_weights", (str(directory),), version, mode, stored=directory)
-        return await asyncio.shield(self._replace_without_deltas(new))
+        return await asyncio.shield(self._load_checkpoint(directory, version, mode))
 
-    async def load_deltas(self, weights: DeltaVersion, version: int, mode: UpdateMode) -> float:
-        """See :meth:`Engine.load_deltas`."""
-        return await asyncio.shield(self._load_deltas(weights, version, mode))
-
-    async def _load_deltas(self, weights: DeltaVersion, version: int, mode: UpdateMode) -> float:
-        if self._config.node is not None:
-            raise EngineError(self._still_serving("an engine on several machines cannot apply differences of weights"))
-        async with self._patching:
+    async def _load_checkpoint(self, directory: Path, version: int, mode: UpdateMode) -> float:
+        async def load() -> None:
             try:
-                await asyncio.to_thread(self._patched.prepare, weights)
-                await asyncio.to_thread(check_tensors, str(weights), self._patched.tensors(), self._config.model)
-            except ModelError as error:
-                raise EngineError(self._still_serving(error)) from None
-            shared = self._patched.shared()
-            new = _NewWeights("das_load_from_memory", (shared.path, shared.tensors), version, mode, stored=weights)
-            return await self._replace(new)
+                await self._call("das_load_weights", str(directory), action=f"loading weights from {directory}")
+            except EngineError as error:
+                await self._restore(error)
+                raise EngineError(self._still_serving(error)) from error
+            self._directory = directory
 
-    def close(self) -> None:
-        """Release memory. vLLM's processes must have ended."""
-        self._patched.close()
+        async with self._unused_adapters(mode):
+            return await self._load_paused(load, version, mode)
 
-    async def receive(self, weights: BroadcastWeights, version: int, mode: UpdateMode) -> float:
-        """See :meth:`Engine.receive_weights`."""
-        try:
-            await asyncio.to_thread(check_broadcast, weights, self._config.model)
-        except ModelError as error:
-            raise EngineError(self._still_serving(error)) from None
-        if weights.packed_bytes is None:
-            prepare, load = "das_join_broadcast", "das_receive_weights"
-        else:
-            prepare, load = "das_await_transfer", "das_receive_transferred"
-        action = f"joining the broadcast from {weights.host}:{weights.port}"
-        try:
-            await self._call_ranks(prepare, asdict(weights), action=action, failure=f"failed while {action}")
-        except EngineError as error:
-            raise EngineError(self._still_serving(error)) from error
-        return await asyncio.shield(self._replace_without_deltas(_NewWeights(load, (asdict(weights),), version, mode)))
-
-    async def join_group(self, membership: GroupMembership) -> None:
-        """See :meth:`Engine.join_transfer_group`."""
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """See :meth:`Engine.init_weight_transfer`."""
+        host, port = init_info.get("master_address"), init_info.get("master_port")
         async with self._loading:
+            if host is not None and port is not None:
+                await asyncio.to_thread(_await_listener, host, port)  # vLLM would wait for minutes
             try:
-                await self._call_ranks(
-                    "das_join_transfer_group",
-                    asdict(membership),
-                    action="joining a trainer's process group",
-                    failure=f"cannot join the process group of the trainer at {membership.host}:{membership.port}",
-                )
+                await self._call("das_init_weight_transfer", init_info, action="joining the trainer's group")
             except EngineError:
                 with suppress(EngineError):  # ranks that have joined would keep its resources
-                    await self._client.collective_rpc(
-                        "das_leave_transfer_group", action="leaving a trainer's process group"
-                    )
+                    await self._client.collective_rpc("shutdown_weight_transfer_engine", action="leaving the group")
                 raise
 
-    async def pass_on(self) -> PassedWeights:
-        """See :meth:`Engine.pass_weights`."""
-        token = secrets.token_hex(16)
-        async with self._loading:
-            # Nothing is being loaded, so these are the weights of this version. If others are loaded from here on, the
-            # worker processes notice.
-            version = self._weight_versions.version
-            is_complete = await self._read_weights(restart=True)
-        while not is_complete:
-            is_complete = await self._read_weights(restart=False)
-        addresses = []
-        for reply in await self._call_for_passing("das_pass_weights", token):
-            host, port = reply
-            addresses.append((str(host), int(port)))
-        return PassedWeights(version, token, addresses)
+    async def load_transferred(
+        self, updates: Updates, version: int, mode: UpdateMode, update_info: dict[str, Any] | None
+    ) -> float:
+        """See :meth:`Engine.load_transferred`."""
+        return await asyncio.shield(self._load_transferred(updates, version, mode, update_info))
 
-    async def _read_weights(self, *, restart: bool) -> bool:
-        return all(await self._call_for_passing("das_read_weights", restart, MAX_READING_PAUSE_S))
-
-    async def _call_for_passing(self, method: str, *arguments: Any) -> list[Any]:
-        return await self._call_ranks(
-            method, *arguments, action="passing the weights on", failure="the weights cannot be passed on"
-        )
-
-    async def receive_passed(self, weights: PassedWeights, mode: UpdateMode) -> float:
-        """See :meth:`Engine.receive_passed_weights`."""
-        new = _NewWeights("das_receive_from_engine", (), weights.version, mode, source="another engine")
-        if len(weights.addresses) != self._config.ranks:
-            error = f"the other engine has {len(weights.addresses)} ranks, and this one has {self._config.ranks}"
-            raise EngineError(self._still_serving(error))
+    async def _load_transferred(
+        self, updates: Updates, version: int, mode: UpdateMode, update_info: dict[str, Any] | None
+    ) -> float:
+        is_partial = self._config.sends_differences
         try:
-            await self._call_ranks(
-                "das_connect_to_engine",
-                weights.addresses,
-                weights.token,
-                self._stored is None,  # the current weights could not be restored
-                action="connecting to another engine",
-                failure="failed while connecting to another engine",
-            )
-        except EngineError as error:
-            with suppress(EngineError):  # the other ranks may have received a whole copy of their weights
-                await self._client.collective_rpc("das_disconnect", action="closing connections to another engine")
-            raise EngineError(self._still_serving(error)) from error
-        return await asyncio.shield(self._replace_without_deltas(new))
+            check = await asyncio.to_thread(CheckpointCheck, self._config.model, is_partial=is_partial)
+            if update_info is not None:
+                check.add(update_info)
+                check.finish()
+                check.clear()
+        except ModelError as error:
+            raise EngineError(self._still_serving(error)) from None
+        async with self._unused_adapters(mode):
+            try:
+                first = await anext(updates)
+            except StopAsyncIteration:
+                raise EngineError(self._still_serving("the trainer has sent no weights")) from None
+            except EngineError as error:
+                raise EngineError(self._still_serving(error)) from error
 
-    async def _call_ranks(self, method: str, *arguments: Any, action: str, failure: str) -> list[Any]:
-        """Call a method of :class:`EngineExtension` on all ranks; a reply that is text says why it has failed.
+            async def load() -> None:
+                await self._receive(first, updates, check)
 
-        Raises:
-            EngineError: if the method has failed on any rank; its message begins with *failure*.
-        """
-        replies: list[Any] = await self._client.collective_rpc(method, *arguments, action=action)
-        for reply in replies:
-            if isinstance(reply, str):
-                raise EngineError(f"{failure}: {reply}")
-        return replies
+            return await self._load_paused(load, version, mode)
+
+    async def _receive(self, first: dict[str, Any], updates: Updates, check: CheckpointCheck) -> None:
+        is_changed = False
+        try:
+            check.add(first)
+            await self._call("das_start_weight_update", action="starting a weight update")
+            is_changed = True
+            await self._call("das_update_weights", first, action="receiving weights")
+            async for update in updates:
+                check.add(update)
+                await self._call("das_update_weights", update, action="receiving weights")
+            check.finish()
+            await self._call("das_finish_weight_update", action="finishing a weight update")
+        except (EngineError, ModelError) as error:
+            if self._client.stopped:
+                raise
+            await self._client.collective_rpc("das_abort_weight_update", action="aborting a weight update")
+            failure = EngineError(str(error))
+            if is_changed:
+                await self._restore(failure)
+            raise EngineError(self._still_serving(failure)) from error
+        self._directory = None
 
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
@@ -224,73 +151,76 @@ class WeightLoader:
     def _still_serving(self, error: Exception | str) -> str:
         return f"{error}; the engine continues with weight version {self.weight_version}"
 
-    async def _replace_without_deltas(self, new: _NewWeights) -> float:
-        """Load weights that are not stored as differences, and forget those that were."""
-        async with self._patching:
-            gap = await self._replace(new)
-            await asyncio.to_thread(self._patched.close)
-            return gap
+    async def _call(self, method: str, *arguments: Any, action: str) -> None:
+        """Call a method of :class:`EngineExtension` on all ranks; a reply says why it has failed.
 
-    async def _replace(self, new: _NewWeights) -> float:
+        Raises:
+            EngineError: if the method has failed on any rank.
+        """
+        for reply in await self._client.collective_rpc(method, *arguments, action=action):
+            if reply is not None:
+                raise EngineError(f"failed while {action}: {reply}")
+
+    @asynccontextmanager
+    async def _unused_adapters(self, mode: UpdateMode) -> AsyncIterator[None]:
+        """Wait for the responses that must end before weights are loaded; load no others within this context."""
         async with self._loading:
-            if self._adapters.current is None and new.mode is not UpdateMode.DRAIN:
-                return await self._pause_and_load(new)
+            if self._adapters.current is None and mode is not UpdateMode.DRAIN:
+                yield
+                return
             self._generator.pause_admission()
             try:
                 # Responses with an adapter must end first, because the adapter does not fit other full weights.
                 await self._adapters.wait_unused()
-                if new.mode is UpdateMode.DRAIN:
+                if mode is UpdateMode.DRAIN:
                     # vLLM's own "wait" mode does not wait for preempted requests.
                     await self._generator.wait_idle()
-                return await self._pause_and_load(new)
+                yield
             finally:
                 self._generator.resume_admission()
 
-    async def _pause_and_load(self, new: _NewWeights) -> float:
-        """Load the weights while nothing is decoded, and return for how many seconds that was."""
-        is_drained = new.mode is UpdateMode.DRAIN
+    async def _load_paused(self, load: Callable[[], Awaitable[None]], version: int, mode: UpdateMode) -> float:
+        """Load weights while nothing is decoded, and return for how many seconds that was."""
+        is_drained = mode is UpdateMode.DRAIN
         requested = time.monotonic()
-        with translate_errors(new.action):
-            clear_cache = new.mode is not UpdateMode.KEEP
+        with translate_errors("loading weights"):
+            clear_cache = mode is not UpdateMode.KEEP
             async with self._pause.while_loading(is_drained=is_drained, clear_cache=clear_cache):
-                await self._load_or_restore(new)
-                await self._weight_versions.change(new.version)
+                await load()
+                await self._weight_versions.change(version)
                 self._adapters.deactivate()
                 if not clear_cache:
                     self._generator.ignore_cached_prompts()
         # With DRAIN, nothing was decoded since the last response ended.
         return time.monotonic() - (max(requested, self._generator.last_finished) if is_drained else requested)
 
-    async def _load_or_restore(self, new: _NewWeights) -> None:
-        try:
-            await self._call_ranks(new.method, *new.arguments, action=new.action, failure=f"failed while {new.action}")
-        except EngineError as error:
-            await self._restore(error)
-            raise EngineError(self._still_serving(error)) from error
-        self._stored = new.stored
-
     async def _restore(self, error: EngineError) -> None:
         """Load the previous weights again; stop the engine if that is impossible."""
         try:
-            stored = self._stored
-            if stored is None:
-                raise EngineError("the previous weights came from a broadcast and are not stored in a directory")
-            method: str = "das_load_weights"
-            arguments: list[Any] = [str(stored)]
-            if isinstance(stored, DeltaVersion):
-                await asyncio.to_thread(self._prepare_again, stored)
-                shared = self._patched.shared()
-                method, arguments = "das_load_from_memory", [shared.path, shared.tensors]
-            action = f"loading weights from {stored}"
-            await self._call_ranks(method, *arguments, action=action, failure=f"failed while {action}")
+            if self._directory is None:
+                raise EngineError("the previous weights came from a trainer's memory and are in no directory")
+            directory = str(self._directory)
+            await self._call("das_load_weights", directory, action=f"loading weights from {directory}")
         except EngineError as restore_error:
             self._client.close()
             raise EngineError(
                 f"{error}; the engine is stopped, because it cannot restore the previous weights: {restore_error}"
             ) from restore_error
 
-    def _prepare_again(self, weights: DeltaVersion) -> None:
+
+def _await_listener(host: str, port: int) -> None:
+    """Wait until a trainer listens.
+
+    Raises:
+        EngineError: it does not, for too long.
+    """
+    deadline = time.monotonic() + TRANSFER_CONNECT_TIMEOUT_S
+    while True:
         try:
-            self._patched.prepare(weights)
-        except ModelError as error:
-            raise EngineError(str(error)) from None
+            socket.create_connection((host, port), TRANSFER_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineError(f"cannot reach the trainer at {host}:{port}: {error}") from error
+            time.sleep(TRANSFER_RETRY_INTERVAL_S)
+        else:
+            return

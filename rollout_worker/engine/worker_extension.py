@@ -8,20 +8,24 @@ import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.engine.compat import enable_amx
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
+from rollout_worker.engine.vllm_patches import (
+    enable_amx,
+    packing_experts,
+    repacking_output_projection,
+    reset_failed_reload,
+    unpickling_nccl_ids_only,
+)
 
 if TYPE_CHECKING:
+    from rollout_store.history.sync import HistorySync
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
-    from rollout_worker.engine.transfer_group import TransferGroup
-    from rollout_worker.engine.weight_stream import StagedTensors, StreamTensor, TensorReceiver, TensorSender
-    from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
 
 logger = logging.getLogger(__name__)
@@ -31,8 +35,6 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
 """On machines with fewer cores, drafts are made by the calling thread only."""
-_WEIGHTS_CHANGED = "the engine has loaded other weights meanwhile"
-"""Why weights that were being read are not passed on."""
 
 
 class EngineExtension:
@@ -43,16 +45,14 @@ class EngineExtension:
     parallel_config: Any
     device: Any
     reload_weights: Callable[..., None]
-    _das_group: tuple[str, Any] = ("", None)
-    """Name of the process group of the last broadcast, and the group."""
-    _das_transfer_group: TransferGroup | None = None
-    """The trainer's process group that was joined last."""
-    _das_reading: tuple[Iterator[tuple[StreamTensor, Any] | None], list[tuple[StreamTensor, Any]]] | None = None
-    """The tensors that are being read in order to pass them on, and those that were read."""
-    _das_senders: tuple[TensorSender, ...] = ()
-    """Senders that pass the weights on to other engines."""
-    _das_receiver: TensorReceiver | StagedTensors | None = None
-    """Connection to an engine that passes its weights on, or what was received from it."""
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    shutdown_weight_transfer_engine: Callable[[], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
+    _das_reload: AbstractContextManager[None] | None = None
+    """What is patched during a weight update."""
 
     def das_exit_with_host(self, host_pid: int) -> None:
         """Let the engine's processes exit when the host process has ended in any way.
@@ -75,14 +75,14 @@ class EngineExtension:
         threading.Thread(target=exit_with_host, name="exit-with-host", daemon=True).start()
 
     def das_rewind_generators(self) -> bool:
-        """See :func:`rollout_worker.engine.compat.rewind_cpu_generators`."""
-        from rollout_worker.engine.compat import rewind_cpu_generators
+        """See :func:`rollout_worker.engine.vllm_patches.rewind_cpu_generators`."""
+        from rollout_worker.engine.vllm_patches import rewind_cpu_generators
 
         return rewind_cpu_generators(self.model_runner)
 
     def das_patch_adapters(self) -> bool:
-        """See :func:`rollout_worker.engine.compat.patch_adapter_rows`."""
-        from rollout_worker.engine.compat import patch_adapter_rows
+        """See :func:`rollout_worker.engine.vllm_patches.patch_adapter_rows`."""
+        from rollout_worker.engine.vllm_patches import patch_adapter_rows
 
         return patch_adapter_rows()
 
@@ -93,270 +93,86 @@ class EngineExtension:
             Why that has failed, in which case some weights are old and some new; None if it has not. An exception on
             several ranks would leave replies in vLLM's queue, where they would be taken for those to the next call.
         """
-        return self._das_reload(weights_path=directory)
-
-    def das_load_from_memory(self, path: str, tensors: list[tuple[str, str, tuple[int, ...], int]]) -> str | None:
-        """Replace the weights by those in the host process's memory; see :meth:`das_load_weights`.
-
-        Args:
-            path: see :class:`~rollout_worker.engine.patched_checkpoint.MemoryTensors`, also for *tensors*.
-            tensors: the tensors.
-        """
-        from rollout_worker.engine.patched_checkpoint import map_tensors
-
-        return self._das_reload(weights_iterator=map_tensors(path, tensors))
-
-    def das_join_broadcast(self, weights: dict[str, Any]) -> None:
-        """Join the process group of a broadcast, unless it was joined before.
-
-        Args:
-            weights: :class:`~rollout_worker.engine.checkpoint_check.BroadcastWeights` as a dictionary.
-        """
-        from rollout_api.weights.broadcast import join
-
-        self.das_stop_passing()  # the engines that receive these weights take part in the broadcast, too
-        name, group = self._das_group
-        if name == weights["group"]:
-            return
-        self._das_group = ("", None)
-        if group is not None:
-            group.leave()
-        group = join(
-            weights["backend"],
-            weights["host"],
-            weights["port"],
-            rank=weights["rank"] + self.parallel_config.rank,
-            world_size=weights["world_size"],
-            device=self.device,
-        )
-        self._das_group = (weights["group"], group)
-
-    def das_receive_weights(self, weights: dict[str, Any]) -> str | None:
-        """Replace the weights by those that are broadcast to the joined group; see :meth:`das_load_weights`."""
-        from rollout_api.weights.broadcast import receive
-
-        name, group = self._das_group
-        self._das_group = ("", None)  # a group in which something has failed is not used again
-        failure = self._das_reload(
-            weights_iterator=receive(
-                group, weights["tensors"], bucket_bytes=weights["bucket_bytes"], device=self.device
-            )
-        )
-        if failure is None:
-            self._das_group = (name, group)
-        else:
-            group.leave()
-        return failure
-
-    def das_join_transfer_group(self, membership: dict[str, Any]) -> str | None:
-        """Join a trainer's process group, and leave the one that was joined before.
-
-        Args:
-            membership: :class:`~rollout_worker.engine.transfer_group.GroupMembership` as a dictionary.
-
-        Returns:
-            Why it was not joined; None if it was.
-        """
-        from rollout_worker.engine.transfer_group import GroupMembership, TransferGroup
-
         self.das_interrupt_timing()
-        self.das_leave_transfer_group()
         try:
-            self._das_transfer_group = TransferGroup(
-                GroupMembership(**membership), self.parallel_config.rank, self.device
-            )
-        except Exception as error:
-            return _error_text(error)
-        return None
-
-    def das_leave_transfer_group(self) -> None:
-        """Leave the trainer's process group, if one was joined."""
-        group, self._das_transfer_group = self._das_transfer_group, None
-        if group is not None:
-            group.leave()
-
-    def das_await_transfer(self, weights: dict[str, Any]) -> str | None:
-        """Wait until all engines of the transfer group are about to receive weights.
-
-        The group is left if this fails, because its processes do not expect the same tensors any more.
-
-        Args:
-            weights: :class:`~rollout_worker.engine.checkpoint_check.BroadcastWeights` as a dictionary.
-
-        Returns:
-            Why the weights cannot be received; None if they can.
-        """
-        self.das_interrupt_timing()
-        self.das_stop_passing()  # the engines that receive these weights take part in the broadcast, too
-        group = self._das_transfer_group
-        if group is None or group.name != weights["group"]:
-            return "the engine is no member of the trainer's process group"
-        try:
-            group.meet()
-        except Exception as error:
-            self.das_leave_transfer_group()
-            return _error_text(error)
-        return None
-
-    def das_receive_transferred(self, weights: dict[str, Any]) -> str | None:
-        """Replace the weights by those that are sent in the transfer group; see :meth:`das_load_weights`.
-
-        The group is left if this fails; see :meth:`das_await_transfer`.
-
-        Args:
-            weights: :class:`~rollout_worker.engine.checkpoint_check.BroadcastWeights` as a dictionary.
-
-        Returns:
-            Why not all weights were received; None if they were.
-        """
-        group = self._das_transfer_group
-        if group is None:
-            return "the engine is no member of the trainer's process group"
-        failure = self._das_reload(weights_iterator=group.receive(weights["tensors"], weights["packed_bytes"]))
-        if failure is not None:
-            self.das_leave_transfer_group()
-        return failure
-
-    def das_read_weights(self, restart: bool, seconds: float) -> bool | str:
-        """Read the weights of this rank in order to pass them on to another engine.
-
-        On GPUs, they are only listed. On CPUs, they are unpacked, which takes several calls.
-
-        Args:
-            restart: whether to begin with the first tensor.
-            seconds: after about how many seconds to return.
-
-        Returns:
-            Whether all weights are read, or why they cannot be passed on. An exception on one of several ranks would
-            leave the replies of the others in vLLM's queue, where they would be taken for those to the next call.
-        """
-        from rollout_worker.engine.model_tensors import read_tensors
-
-        self.das_interrupt_timing()
-        if restart:
-            for sender in self._das_senders:
-                if not sender.connected:
-                    sender.stop()  # its copy of the weights would only take memory
-            self._das_reading = read_tensors(self.model_runner.get_model(), self.vllm_config), []
-        if self._das_reading is None:
-            return _WEIGHTS_CHANGED
-        tensors, read = self._das_reading
-        deadline = time.monotonic() + seconds
-        try:
-            for tensor in tensors:
-                if tensor is not None:
-                    read.append(tensor)
-                if time.monotonic() > deadline:
-                    return False
-        except Exception as error:
-            self._das_reading = None
-            return _error_text(error)
-        return True
-
-    def das_pass_weights(self, token: str) -> tuple[str, int] | str:
-        """Pass the weights that were read on to the same rank of another engine, in a thread.
-
-        Args:
-            token: what the other engine must send.
-
-        Returns:
-            The host and port to which the other engine must connect, or why the weights cannot be passed on.
-        """
-        from rollout_worker.engine.compat import own_address
-        from rollout_worker.engine.weight_stream import TensorSender
-
-        if self._das_reading is None:
-            return _WEIGHTS_CHANGED
-        (_, tensors), self._das_reading = self._das_reading, None
-        try:
-            sender = TensorSender(token, tensors)
-        except Exception as error:
-            return _error_text(error)
-        self._das_senders = (*(sender for sender in self._das_senders if sender.active), sender)
-        return own_address(), sender.port
-
-    def das_stop_passing(self) -> None:
-        """Stop passing the weights on, because they change."""
-        for sender in self._das_senders:
-            sender.stop()
-        self._das_senders, self._das_reading = (), None
-
-    def das_connect_to_engine(self, addresses: list[tuple[str, int]], token: str, staged: bool) -> str | None:
-        """Connect to an engine that passes its weights on.
-
-        Args:
-            addresses: hosts and ports of the other engine's ranks.
-            token: what the other engine expects.
-            staged: whether to receive all weights into main memory, so that no weights are lost if the other engine
-                fails meanwhile.
-
-        Returns:
-            Why the weights cannot be received; None if they can.
-        """
-        from rollout_worker.engine.model_tensors import list_tensors
-        from rollout_worker.engine.weight_stream import StagedTensors, TensorReceiver
-
-        self.das_disconnect()
-        host, port = addresses[self.parallel_config.rank]
-        try:
-            tensors = [one.description for one in list_tensors(self.model_runner.get_model(), self.vllm_config)]
-            self._das_receiver = receiver = TensorReceiver(host, port, token, tensors)
-            if staged:
-                self._das_receiver = StagedTensors(receiver, tensors)
-        except Exception as error:
-            self.das_disconnect()
-            return _error_text(error)
-        return None
-
-    def das_receive_from_engine(self) -> str | None:
-        """Replace the weights by those of the engine to which this one is connected; see :meth:`das_load_weights`.
-
-        Returns:
-            Why not all weights were received; None if they were.
-        """
-        from rollout_worker.engine.model_tensors import load_tensors
-
-        receiver = self._das_receiver
-        if receiver is None:
-            return "the connection to the other engine was closed"
-        self.das_interrupt_timing()
-        self.das_stop_passing()
-        try:
-            load_tensors(self.model_runner.get_model(), self.vllm_config, receiver.receive)
-        except Exception as error:
-            return _error_text(error)
-        finally:
-            self.das_disconnect()
-        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # as vLLM's reload does
-            if hasattr(self.model_runner, reset):
-                getattr(self.model_runner, reset)()
-        return None
-
-    def das_disconnect(self) -> None:
-        """Close the connection to another engine, if there is one, and forget what was received."""
-        if self._das_receiver is not None:
-            self._das_receiver.close()
-        self._das_receiver = None
-
-    def _das_reload(self, **source: Any) -> str | None:
-        from rollout_worker.engine.compat import packing_experts, repacking_output_projection, reset_failed_reload
-
-        self.das_interrupt_timing()
-        self.das_stop_passing()
-        self.das_disconnect()
-        model = self.model_runner.get_model()
-        is_cpu = self.device.type == "cpu"
-        try:
-            with (
-                packing_experts(model) if is_cpu else contextlib.nullcontext(),
-                repacking_output_projection(model) if is_cpu else contextlib.nullcontext(),
-            ):
-                self.reload_weights(**source)
+            with self._das_patched_reload():
+                self.reload_weights(weights_path=directory)
         except Exception as error:
             logger.exception("Cannot load weights.")
-            reset_failed_reload(model)
+            reset_failed_reload(self.model_runner.get_model())
             return _error_text(error)
         return None
+
+    def das_init_weight_transfer(self, init_info: dict[str, Any]) -> str | None:
+        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer.
+
+        Returns:
+            Why that has failed; None if it has not. See :meth:`das_load_weights`.
+        """
+        self.das_interrupt_timing()
+        try:
+            self.shutdown_weight_transfer_engine()
+            with unpickling_nccl_ids_only():
+                self.init_weight_transfer_engine(init_info)
+        except Exception as error:
+            logger.exception("Cannot initialize the weight transfer.")
+            return _error_text(error)
+        return None
+
+    def das_start_weight_update(self) -> str | None:
+        """Call vLLM's ``start_weight_update``; see :meth:`das_load_weights`."""
+        self.das_interrupt_timing()
+        try:
+            self._das_reload = self._das_patched_reload()
+            self._das_reload.__enter__()
+            self.start_weight_update()
+        except Exception as error:
+            logger.exception("Cannot start a weight update.")
+            return _error_text(error)
+        return None
+
+    def das_update_weights(self, update_info: dict[str, Any]) -> str | None:
+        """Call vLLM's ``update_weights``; see :meth:`das_load_weights`."""
+        try:
+            self.update_weights(update_info)
+        except Exception as error:
+            logger.exception("Cannot receive weights.")
+            return _error_text(error)
+        return None
+
+    def das_finish_weight_update(self) -> str | None:
+        """Call vLLM's ``finish_weight_update``; see :meth:`das_load_weights`."""
+        try:
+            self.finish_weight_update()
+            reload, self._das_reload = self._das_reload, None
+            if reload is not None:
+                reload.__exit__(None, None, None)
+            for reset in ("reset_encoder_cache", "reset_mm_cache"):  # as vLLM does when it reloads a directory
+                getattr(self.model_runner, reset)()
+        except Exception as error:
+            logger.exception("Cannot finish a weight update.")
+            return _error_text(error)
+        return None
+
+    def das_abort_weight_update(self) -> None:
+        """End a weight update that has failed; the tensors that were received completely stay."""
+        reload, self._das_reload = self._das_reload, None
+        if reload is not None:
+            reload.__exit__(_AbortedError, _AbortedError(), None)
+        self._weight_update_active = False
+        reset_failed_reload(self.model_runner.get_model())
+        with contextlib.suppress(Exception):  # the trainer may be gone
+            self.shutdown_weight_transfer_engine()
+
+    @contextlib.contextmanager
+    def _das_patched_reload(self) -> Iterator[None]:
+        """Correct what vLLM leaves out when it reloads weights on CPUs."""
+        if self.device.type != "cpu":
+            yield
+            return
+        model = self.model_runner.get_model()
+        with packing_experts(model), repacking_output_projection(model):
+            yield
 
     def das_interrupt_timing(self) -> None:
         """Do not measure the current step; nothing is measured without a drafter."""
@@ -366,12 +182,15 @@ class EngineExtension:
         return {}
 
 
+class _AbortedError(Exception):
+    """A weight update is aborted."""
+
+
 def _error_text(error: Exception) -> str:
     """Return the message of an expected error, and the type of another one, too."""
-    from rollout_worker.engine.errors import EngineError
-    from rollout_worker.engine.weight_stream import StreamError
+    from rollout_store.job.engine_errors import EngineError
 
-    return str(error) if isinstance(error, EngineError | StreamError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 class DraftingExtension(EngineExtension):
@@ -394,14 +213,14 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
+        from rollout_store.history.store import HistoryStore
+        from rollout_store.history.sync import HistorySync
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
-        from rollout_worker.engine.compat import is_output_rank, patch_sampling_without_drafts
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
-        from rollout_worker.history.store import HistoryStore
-        from rollout_worker.history.sync import HistorySync
+        from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
+        from rollout_worker.engine.vllm_patches_v2 import is_output_rank
         from rollout_worker.policy.controller import DraftController
-        from rollout_worker.policy.draft_policy import DraftLimits
-        from rollout_worker.policy.policies import make_policy
+        from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if self._das_uses_v2:
@@ -452,8 +271,8 @@ class DraftingExtension(EngineExtension):
 
     def _das_schedule_drafts(self) -> DraftScheduling:
         """Let the V2 model runner of this rank verify the drafts of the rank that drafts."""
-        from rollout_worker.engine.compat_v2 import broadcast_drafts, check
         from rollout_worker.engine.speculator import DraftScheduling
+        from rollout_worker.engine.vllm_patches_v2 import broadcast_drafts, check
 
         check(self.model_runner, self.vllm_config)
         return DraftScheduling(self, broadcast_drafts(self.vllm_config))
@@ -486,7 +305,7 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.labeled_counters import labeled_counters
+        from rollout_worker.engine.metrics import labeled_counters
 
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)

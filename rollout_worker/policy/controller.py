@@ -7,22 +7,51 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers
+from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
-from rollout_worker.policy.draft_policy import DraftBudgets, DraftPolicy
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
-from rollout_worker.policy.idle_backoff import IdleBackoff
-from rollout_worker.policy.rollout_table import Column
 from rollout_worker.policy.step_cost import StepCost
 
-_REFERENCE_INTERVAL_STEPS = 256
-"""One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
+_STEPS_UNTIL_SKIPPING = 4
+"""Number of consecutive steps without drafts after which steps are skipped."""
+_STEPS_BETWEEN_SKIPS = 2
+"""Number of steps in which drafts are looked for between two series of skipped steps. It takes two to time a step."""
+_MAX_SKIPPED_STEPS = 16
+"""Maximum number of consecutive steps that are skipped."""
 _FIRST_STEPS_WITH_DRAFTS = 8
 """Number of steps with drafts that are measured even if the prior predicts a loss, because it may be wrong."""
-_EARLY_REFERENCE_STEPS = (64, 128)
-"""Earlier steps with drafts that are decoded without them as well."""
-_EARLY_REFERENCE_STEPS_WITH_EXPERTS = (4, 8, 16, 32, 64, 128)
-"""The same for a mixture of experts, of which less is known beforehand about what drafts cost."""
+
+
+class IdleBackoff:
+    """Lets the drafter skip steps while nothing is drafted, because looking for drafts takes time, too.
+
+    The number of skipped steps doubles up to 16 while nothing is drafted. As soon as something is drafted, no step is
+    skipped.
+    """
+
+    def __init__(self) -> None:
+        self._steps_left = _STEPS_UNTIL_SKIPPING
+        """Number of steps without drafts until steps are skipped again."""
+        self._series_length = 1
+        self._skips_left = 0
+
+    def skip_step(self) -> bool:
+        """Return whether the drafter skips this step. Call it once per step."""
+        if self._skips_left:
+            self._skips_left -= 1
+            return True
+        return False
+
+    def record_step(self, drafted: bool) -> None:
+        """Record whether anything was drafted in a step that was not skipped."""
+        if drafted:
+            self._steps_left, self._series_length = _STEPS_UNTIL_SKIPPING, 1
+            return
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._series_length = min(2 * self._series_length, _MAX_SKIPPED_STEPS)
+            self._steps_left, self._skips_left = _STEPS_BETWEEN_SKIPS, self._series_length
 
 
 class StepOutcome(NamedTuple):
@@ -77,7 +106,6 @@ class DraftController:
         self._policy, self._governed, self._graph_tokens = policy, governed, graph_tokens
         self._backoff = IdleBackoff()
         self._generation: int | None = None
-        self._steps_with_drafts = 0
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
@@ -101,7 +129,7 @@ class DraftController:
 
     def set_generation(self, generation: int) -> None:
         """Set the newest generation of the history; a new one makes the governor judge drafting anew."""
-        if self._generation is not None and generation > self._generation:
+        if self._generation is not None and generation > self._generation and self.governor.drafting_disabled:
             self.governor.retry()
         self._generation = generation
 
@@ -123,7 +151,7 @@ class DraftController:
             self.draft_costs_s[self._graph_tokens - len(rows) + 1 :] = math.inf
         if not self._governed:
             return budgets
-        if self._is_reference_step():
+        if self.governor.is_reference_step:
             self.min_gain_s = math.inf
         else:
             self.min_gain_s = 0.0 if self.fit.num_steps_with_drafts >= _FIRST_STEPS_WITH_DRAFTS else -math.inf
@@ -148,7 +176,7 @@ class DraftController:
             return None  # This is a step for reference.
         selected = self.governor.select_trial(rows, drafted)
         self._is_idle = selected is None
-        return None if self._is_reference_step() else selected
+        return None if self.governor.is_reference_step else selected
 
     def record_drafts(self, drafts: int) -> None:
         """Record how many drafts there were before :meth:`select_trial` chose among them. Call it once per step."""
@@ -157,12 +185,8 @@ class DraftController:
         has_drafts = drafts > 0 and not self._is_idle
         self._is_idle = False
         self._backoff.record_step(has_drafts)
-        self._steps_with_drafts += has_drafts
-
-    def _is_reference_step(self) -> bool:
-        steps = self._steps_with_drafts + 1
-        early = _EARLY_REFERENCE_STEPS_WITH_EXPERTS if self.fit.cost.expert_share else _EARLY_REFERENCE_STEPS
-        return steps in early or steps % _REFERENCE_INTERVAL_STEPS == 0
+        if has_drafts:
+            self.governor.count_step_with_drafts()
 
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
         """Learn from the outcome of a step.
@@ -184,7 +208,9 @@ class DraftController:
             accepted=accepted,
             trial=step.trial,
         )
-        if seconds is not None:
+        if seconds is None:
+            self.governor.observe_time(None)
+        else:
             self._observe_time(step, accepted, num_rollouts, seconds)
 
     def _observe_time(self, step: StepOutcome, accepted: Integers, num_rollouts: int, seconds: float) -> None:
@@ -193,21 +219,22 @@ class DraftController:
         is_representative = self.fit.observe(
             TimedStep(num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0)
         )
-        without_drafts_s = self.fit.predict(num_rollouts, context_tokens, is_uniform=True)
+        cost = self.fit.cost
+        without_drafts_s = cost.step_time(num_rollouts, context_tokens)
+        # The machine is as slow with drafts as without.
+        slowness = seconds / cost.step_time(num_rollouts + drafted, context_tokens, has_drafts=drafted > 0)
         self.timed_s += seconds
-        self.without_drafts_s += without_drafts_s * float(step.generated.sum()) / num_rollouts
-        if not drafted:
-            return
+        self.without_drafts_s += slowness * without_drafts_s * float(step.generated.sum()) / num_rollouts
         saved_s = float((accepted * self._token_values_s[step.rows]).sum())
-        if step.trial is not None:
-            cost = self.fit.cost.linear_between(num_rollouts, drafted * step.trial.candidates)
-            self.governor.observe_trial(
-                step.trial,
-                without_drafts_s=without_drafts_s,
-                gain_s=saved_s - cost.per_token_s * drafted,
-                drafting_s=cost.drafting_s,
-            )
-        elif is_representative:
-            self.governor.observe_time(
-                without_drafts_s=without_drafts_s, extra_s=seconds - without_drafts_s, saved_s=saved_s
-            )
+        if step.trial is None or not drafted:
+            relative_time = seconds / without_drafts_s if is_representative else None
+            self.governor.observe_time(relative_time, saved_s / without_drafts_s if drafted else None)
+            return
+        self.governor.observe_time(None)
+        cost = cost.linear_between(num_rollouts, drafted * step.trial.candidates)
+        self.governor.observe_trial(
+            step.trial,
+            without_drafts_s=without_drafts_s,
+            gain_s=saved_s - cost.per_token_s * drafted,
+            drafting_s=cost.drafting_s,
+        )

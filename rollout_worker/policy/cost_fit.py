@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats
+from rollout_store.arrays import Floats
 from rollout_worker.policy.step_cost import StepCost, used_experts
 
 _COEFFICIENTS = 5
@@ -20,13 +21,9 @@ _REWEIGHTING_ROUNDS = 4
 _HUBER_THRESHOLD = 1.5
 """Error, in multiples of the typical error, beyond which a step's weight decreases."""
 _PRIOR_WEIGHT = 0.1
-"""Weight of each coefficient's prior, in steps whose duration consists of that coefficient's term."""
-_USUAL_RELATIVE_ERROR = 0.1
-"""Typical relative error beyond which the weight of the priors grows with its square.
-
-A busy machine is slow for several steps in a row, which then contain little more information than one step."""
-_KIND_PRIOR_STEPS = 16
-"""Number of steps of a kind at which the kind's own factor has half of its weight."""
+"""Weight of each coefficient's prior, in equations that consist of that coefficient's term."""
+_USUAL_RELATIVE_ERROR = 0.07
+"""Typical relative error beyond which the weight of the priors grows with its square."""
 _MIN_RELATIVE_ERROR = 0.01
 """Lower limit of the typical relative error."""
 _MIN_COEFFICIENT_SHARE = 0.01
@@ -52,40 +49,43 @@ class TimedStep(NamedTuple):
 
 
 class _KeptSteps:
-    """The newest steps of one kind."""
+    """The newest steps of one kind, each with the step before it."""
 
     def __init__(self) -> None:
-        self._features = np.empty((_STEPS_PER_KIND, _COEFFICIENTS))
-        self._seconds = np.empty(_STEPS_PER_KIND)
+        self._features = np.empty((_STEPS_PER_KIND, 2, _COEFFICIENTS))
+        self._seconds = np.empty((_STEPS_PER_KIND, 2))
         self._count = 0
         """Number of steps that were added."""
 
-    def add(self, step: TimedStep, expert_share: float) -> None:
+    def add(self, features: Sequence[Sequence[float]], seconds: Sequence[float]) -> None:
         place = self._count % _STEPS_PER_KIND
-        used = used_experts(step.tokens, expert_share)
-        self._features[place] = 1.0, step.tokens, step.context_tokens, step.has_drafts, used
-        self._seconds[place] = step.seconds
+        self._features[place], self._seconds[place] = features, seconds
         self._count += 1
 
     @property
     def features(self) -> Floats:
-        """By how much of each coefficient the steps consist, shape (steps, coefficients)."""
+        """By how much of each coefficient the steps consist, shape (steps, 2, coefficients)."""
         return self._features[: self._count]
 
     @property
     def seconds(self) -> Floats:
-        """The durations, shape (steps,)."""
+        """The durations, shape (steps, 2)."""
         return self._seconds[: self._count]
 
 
 class CostFit:
-    """Fits :class:`StepCost` to the observed steps, and learns by which factor each kind of step differs from it.
+    """Fits :class:`StepCost` to the observed steps.
 
     A kind is a range of token counts between two powers of two, roughly as CUDA graphs are captured, together with
     whether the step is uniform. The newest steps of each kind are kept and fitted periodically: by relative error,
     because longer steps vary more, and robustly (Huber weights), because some steps wait for something else. Every
     coefficient is positive. A coefficient about which the steps say nothing keeps its proportion to the others from the
     prior.
+
+    A machine that also does something else is slow for seconds, and the kept steps are of different times. Each step is
+    therefore also compared with the step before it: the model must predict their ratio. The typical errors of the
+    durations and of the ratios determine how much either counts. On a quiet machine they count about equally. Beside a
+    noisy neighbour, only the ratios do.
 
     The first step with a given number of tokens is ignored, because it may prepare what later steps use. With vLLM 0.32
     on CPUs, oneDNN then creates kernels, which took up to twice as long as the step itself.
@@ -109,7 +109,8 @@ class CostFit:
         self._prior = np.array(prior[:_COEFFICIENTS]) / self._units
         self._seen_token_counts: set[int] = set()
         self._steps: dict[tuple[int, bool], _KeptSteps] = {}
-        self._kind_factors: dict[tuple[int, bool], float] = {}
+        self._last: tuple[Sequence[float], float] | None = None
+        """Features and duration of the last step."""
 
     def observe(self, step: TimedStep) -> bool:
         """Add a step. Every 32nd call fits the model.
@@ -121,41 +122,42 @@ class CostFit:
         self._seen_token_counts.add(step.tokens)
         if is_first or step.seconds <= 0:
             return False
-        self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps()).add(step, self.cost.expert_share)
+        used = used_experts(step.tokens, self.cost.expert_share)
+        features = (1.0, step.tokens, step.context_tokens, step.has_drafts, used)
+        last_features, last_seconds = self._last or (features, step.seconds)
+        self._last = features, step.seconds
+        kept = self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps())
+        kept.add((features, last_features), (step.seconds, last_seconds))
         self.num_steps += 1
         self.num_steps_with_drafts += step.has_drafts
         if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
         return True
 
-    def predict(self, tokens: int, context_tokens: int, *, is_uniform: bool) -> float:
-        """Predict the duration in seconds of a step without drafts, with the factor of its kind."""
-        return self.cost.step_time(tokens, context_tokens) * self._kind_factors.get(_kind(tokens, is_uniform), 1.0)
-
     def _fit(self) -> None:
-        seconds = np.concatenate([kept.seconds for kept in self._steps.values()])
         features = np.concatenate([kept.features for kept in self._steps.values()])
+        seconds = np.concatenate([kept.seconds for kept in self._steps.values()])
         by_prior = features @ (self._prior * self._units)
         units = self._units * float(np.median(seconds / by_prior))
         floor = np.maximum(seconds, features @ (self._prior * units)) / _CLIP_FACTOR
         predicted = np.maximum(seconds, floor)
-        weights, prior_weight = np.ones(len(seconds)), _PRIOR_WEIGHT
+        # The first half of the equations is about durations, the other one about the logarithms of ratios, which are
+        # linear only near the solution.
+        weights, prior_weight = np.repeat([1.0, 0.0], len(seconds)), _PRIOR_WEIGHT
         for _ in range(_REWEIGHTING_ROUNDS):
-            scaled = features * units / predicted[:, None]
-            coefficients = units * _solve(scaled, seconds / predicted, weights, self._prior, prior_weight)
+            scaled, relative = features * units / predicted[:, :, None], seconds / predicted
+            rows = np.concatenate([scaled[:, 0], scaled[:, 0] - scaled[:, 1]])
+            values = np.concatenate([relative[:, 0], np.log(relative[:, 0] / relative[:, 1])])
+            coefficients = units * _solve(rows, values, weights, self._prior, prior_weight)
             predicted = np.maximum(features @ coefficients, floor)
-            errors = np.abs(seconds / predicted - 1)
-            typical_error = max(_MIN_RELATIVE_ERROR, 1.48 * float(np.median(errors)))
-            weights = np.minimum(1.0, _HUBER_THRESHOLD * typical_error / np.maximum(errors, 1e-12))
-            prior_weight = _PRIOR_WEIGHT * max(1.0, (typical_error / _USUAL_RELATIVE_ERROR) ** 2)
+            relative = seconds / predicted
+            errors = np.abs([relative[:, 0] - 1, np.log(relative[:, 0] / relative[:, 1])])
+            typical = np.maximum(_MIN_RELATIVE_ERROR, 1.48 * np.median(errors, axis=1, keepdims=True))
+            huber = np.minimum(1.0, _HUBER_THRESHOLD * typical / np.maximum(errors, 1e-12))
+            weights = (huber * (typical.min() / typical) ** 2).ravel()
+            prior_weight = _PRIOR_WEIGHT * max(1.0, (float(typical.min()) / _USUAL_RELATIVE_ERROR) ** 2)
         self.cost = StepCost._make([*coefficients.tolist(), self.cost.expert_share])
-        self.median_relative_error = float(np.median(np.abs(seconds / predicted - 1)))
-        start = 0
-        for kind, kept in self._steps.items():
-            count = len(kept.seconds)
-            factor = float(np.median(seconds[start : start + count] / predicted[start : start + count]))
-            self._kind_factors[kind] = (count * factor + _KIND_PRIOR_STEPS) / (count + _KIND_PRIOR_STEPS)
-            start += count
+        self.median_relative_error = float(np.median(errors[0]))
 
 
 def _kind(tokens: int, is_uniform: bool) -> tuple[int, bool]:

@@ -1,14 +1,112 @@
-"""The interface of draft policies and code that they share."""
+"""The draft policies: they choose how many tokens to draft for each rollout of an engine.
+
+Running rollouts are rows of arrays, because budgets must be computed within microseconds. docs/budgets.md explains the
+policies.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers
-from rollout_worker.policy.rollout_table import RolloutTable
+from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.step_cost import StepCost
+
+_RATE_WINDOW_STEPS = 32
+"""Number of steps over which a rollout's tokens and draft tokens per step are averaged."""
+PolicyName = Literal["marginal", "fixed", "unlimited"]
+"""Values of ``spec.speculation.policy`` with which anything is drafted."""
+UNLIMITED_DRAFT_TOKENS = 64
+"""Maximum draft length under ``unlimited``: no draft of an index is longer."""
+
+
+class Column:
+    """A number for each row of a :class:`RolloutTable`."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros(0)
+
+    def initialize(self, row: int, value: float) -> None:
+        """Set the value of a row, which may not exist yet."""
+        self._values = with_row(self._values, row)
+        self._values[row] = value
+
+    def __getitem__(self, rows: Integers) -> Floats:
+        return self._values[rows]
+
+    def __setitem__(self, rows: Integers, values: Floats) -> None:
+        self._values[rows] = values
+
+
+class RolloutTable:
+    """Progress of every running rollout.
+
+    A rollout keeps its row while it runs. Afterwards, the row may be given to another rollout.
+    """
+
+    def __init__(self) -> None:
+        self.generated = np.zeros(0, np.int64)
+        """Number of response tokens."""
+        self.prompt_tokens = np.zeros(0, np.int64)
+        """Number of tokens in front of the response."""
+        self.max_tokens = np.zeros(0, np.int64)
+        """Number of response tokens at which the rollout is cut off."""
+        self.tokens_per_step = np.ones(0)
+        """Moving average of the tokens that the rollout generates per step."""
+        self.drafted_per_step = np.zeros(0)
+        """Moving average of its draft tokens per step."""
+        self._steps = np.zeros(0, np.int64)
+        self._running: set[int] = set()
+        self._free: list[int] = []
+
+    def open(self, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """Add a rollout that has generated *generated* tokens so far, and return its row.
+
+        It is assumed to be as fast as the average of the rollouts that are running.
+        """
+        if not self._free:
+            self._grow()
+        running = np.array([*self._running], dtype=np.int64)
+        row = self._free.pop()
+        self._running.add(row)
+        self.generated[row], self.prompt_tokens[row] = generated, prompt_tokens
+        self.max_tokens[row] = max(max_tokens, generated + 1)
+        self.tokens_per_step[row] = float(self.tokens_per_step[running].mean()) if len(running) else 1.0
+        self.drafted_per_step[row] = float(self.drafted_per_step[running].mean()) if len(running) else 0.0
+        self._steps[row] = 0
+        return row
+
+    def _grow(self) -> None:
+        allocated = len(self.generated)
+        self.generated = with_row(self.generated, allocated)
+        self.prompt_tokens = with_row(self.prompt_tokens, allocated)
+        self.max_tokens = with_row(self.max_tokens, allocated)
+        self.tokens_per_step = with_row(self.tokens_per_step, allocated)
+        self.drafted_per_step = with_row(self.drafted_per_step, allocated)
+        self._steps = with_row(self._steps, allocated)
+        self._free += range(len(self.generated) - 1, allocated - 1, -1)
+
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
+        """Record one verification step: the tokens that each rollout generated, and its draft tokens.
+
+        No row may occur twice.
+        """
+        self.generated[rows] += tokens
+        steps = self._steps[rows] + 1
+        self._steps[rows] = steps
+        weights = 1 / np.minimum(steps + 4, _RATE_WINDOW_STEPS)
+        for averages, values in ((self.tokens_per_step, tokens), (self.drafted_per_step, drafted)):
+            averages[rows] += (values - averages[rows]) * weights
+
+    def add_unobserved(self, row: int, tokens: int) -> None:
+        """Record tokens that a rollout generated in steps that were not observed."""
+        self.generated[row] += tokens
+
+    def close(self, row: int) -> None:
+        """Remove a rollout."""
+        self._running.remove(row)
+        self._free.append(row)
 
 
 class DraftBudgets(NamedTuple):
@@ -137,3 +235,47 @@ class BoundedPolicy:
             tokens = tokens.copy()
             tokens[order] = np.clip(self._limits.per_step - cumulative + tokens[order], 0, tokens[order])
         return tokens
+
+
+class Fixed(BoundedPolicy):
+    """``fixed`` and ``unlimited``: drafts equally many tokens for every rollout, regardless of cost and survival."""
+
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        return self._without_thresholds(rows, cost, self._limit_step(self._max_useful(rows)))
+
+
+class Marginal(BoundedPolicy):
+    """Ends each draft where the expected benefit of its next token no longer exceeds the token's cost.
+
+    A rollout that generates r tokens per step needs 1/r fewer steps for each accepted token. A step of one of n
+    rollouts costs c_base/n, reading its context, and verifying its tokens: one, and d of its draft. A draft token with
+    survival s therefore pays if ``s · (c_base/n + c_kv · context + c_tok · (1 + d)) / r > c_tok``. Survival decreases
+    along a draft, so the draft ends at the first token that does not pay. r and d are averages over the rollout's
+    recent steps.
+
+    In a mixture of experts, draft tokens cost more the fewer of them there are. Drafts end at the first token that does
+    not even pay c_tok. When those of all rollouts are known, they are shortened to what pays together.
+    """
+
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        values = self._token_values(rows, cost)
+        tokens = self._limit_step(self._max_useful(rows), values)
+        min_survivals = np.minimum(cost.per_token_s / np.maximum(values, 1e-12), 1.0)
+        return DraftBudgets(tokens, min_survivals, values, shortens=True)
+
+
+def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
+    """Return the maximum number of tokens of a draft, which the manifest sets for all policies but ``unlimited``."""
+    return UNLIMITED_DRAFT_TOKENS if policy == "unlimited" else max_draft_tokens
+
+
+def make_policy(name: PolicyName, limits: DraftLimits) -> DraftPolicy:
+    """Create a policy for one engine.
+
+    Args:
+        name: name of the policy.
+        limits: limits of the draft tokens in one step.
+    """
+    return Marginal(limits) if name == "marginal" else Fixed(limits)

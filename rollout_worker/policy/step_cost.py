@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats
+from rollout_store.arrays import Floats
 
 
 class StepCost(NamedTuple):

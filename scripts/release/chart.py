@@ -12,9 +12,9 @@ from typing import Any
 
 import kubernetes_validate
 
-from scripts.code_map import ROOT
 from scripts.release.steps import CheckError, run
 from scripts.release.versions import current_version
+from scripts.repository import ROOT
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
 from tests.support.cluster.schemas import RELEASES, check_schemas
 

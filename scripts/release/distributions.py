@@ -1,18 +1,17 @@
-"""Builds the source distributions and wheels, and checks what they contain."""
+"""Builds the source distributions and wheels, checks what they contain, and writes their SBOMs."""
 
 from __future__ import annotations
 
 import fnmatch
-import tarfile
+import json
 import tomllib
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from scripts.code_map import ROOT, tracked_files
-from scripts.release.pythons import create_environment
+from scripts.release.environments import create_environment
 from scripts.release.steps import CheckError, run
+from scripts.repository import ROOT
 
 
 @dataclass
@@ -69,73 +68,48 @@ def build_wheel(python: str, source: Path, directory: Path) -> Path:
     return wheel.rename(source.parent / wheel.name)
 
 
-def _names(distribution: Path) -> set[str]:
-    """Return the names of all files in a wheel or, without its top-level folder, a source distribution."""
-    if distribution.suffix == ".whl":
-        with zipfile.ZipFile(distribution) as wheel:
-            return {name for name in wheel.namelist() if not name.endswith("/")}
-    with tarfile.open(distribution) as source:
-        return {member.name.partition("/")[2] for member in source.getmembers() if member.isfile()}
+def check_contents(tools: Path, distributions: Distributions) -> None:
+    """Check the metadata of all distributions, and that the wheels have all modules of their packages and no others.
 
+    The wheels are built from the source distributions, so these have all that is needed, too.
 
-def _expect(distribution: Path, expected: set[str], actual: set[str]) -> None:
-    problems = [f"{name} is missing" for name in sorted(expected - actual)]
-    problems += [f"{name} should not be in it" for name in sorted(actual - expected)]
-    if problems:
-        raise CheckError(f"{distribution.name}: " + "; ".join(problems))
+    Args:
+        tools: Python of an environment with ``twine`` and ``check-wheel-contents``.
+        distributions: the distributions.
 
-
-def _project(folder: Path) -> dict[str, Any]:
-    return tomllib.loads((folder / "pyproject.toml").read_text())
-
-
-def _metadata_files(wheel: Path) -> set[str]:
-    """Return the names of a wheel's files that describe it."""
-    name, version, *_ = wheel.name.split("-")
-    files = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
-    return {f"{name}-{version}.dist-info/{file}" for file in files}
-
-
-def check_client_files(distributions: Distributions) -> None:
-    """Check that the client's distributions have all files of ``rollout_api`` and nothing else of the project."""
-    package = set(tracked_files("rollout_api/*"))
-    _expect(
-        distributions.client,
-        package | _metadata_files(distributions.client),
-        _names(distributions.client),
-    )
-    others = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml"}
-    source = distributions.client_source
-    _expect(source, package | others, _names(source) - {".gitignore"})  # hatchling adds the latter
-
-
-def check_package_files(distributions: Distributions) -> None:
-    """Check that the package's distributions have all files of its packages, and nothing that they need not have."""
-    settings = _project(ROOT)["tool"]["scikit-build"]
-    excluded = settings["sdist"]["exclude"]
-    tracked = [name for name in tracked_files() if not any(_is_below(name, pattern) for pattern in excluded)]
-    _expect(distributions.source, {*tracked, "PKG-INFO"}, _names(distributions.source))
-    excluded = settings["wheel"]["exclude"]
+    Raises:
+        CheckError: if something is missing or should not be in them, or a wheel has no native extension for its Python.
+    """
+    run(tools, "-m", "twine", "check", "--strict", *distributions.paths())
+    check = (tools.with_name("check-wheel-contents"), "--no-config")
+    run(*check, "--package", ROOT / "rollout_api", distributions.client)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    expected = [option for package in packages for option in ("--package", ROOT / package)]
     for python, wheel in distributions.wheels.items():
-        tag = f"cp{python.replace('.', '')}"
-        if f"-{tag}-{tag}-" not in wheel.name:
-            raise CheckError(f"{wheel.name} is not a wheel for Python {python}")
-        expected = _metadata_files(wheel)
-        for folder in map(Path, settings["wheel"]["packages"]):
-            files = tracked_files(f"{folder}/*")
-            expected |= {
-                str(Path(name).relative_to(folder.parent))
-                for name in files
-                if not any(_is_below(name, pattern) for pattern in excluded)
-            }
-        names = _names(wheel)
+        # C++ sources, and extensions that an editable installation may have left in the tree, are not in it.
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
         native = fnmatch.filter(names, f"rollout_worker/drafting/_native.cpython-{python.replace('.', '')}-*.so")
         if len(native) != 1:
             raise CheckError(f"{wheel.name} has {len(native)} native extensions; expected one for Python {python}")
-        _expect(wheel, expected, names - {*native})
+        # W102 would report the extension, which is not in the tree.
+        run(*check, "--ignore", "W102", *expected, "--package-omit", "native,__pycache__,*.pyc,*.so", wheel)
 
 
-def _is_below(name: str, pattern: str) -> bool:
-    """Return whether a file is what a pattern of pyproject.toml names, or is below it."""
-    folder = pattern.strip("/").removesuffix("/**")
-    return name == folder or name.startswith(f"{folder}/")
+def write_sbom(tools: Path, python: Path, project: Path, output: Path) -> None:
+    """Write the software bill of materials of a distribution and everything that is installed with it.
+
+    Args:
+        tools: Python of an environment with ``cyclonedx-bom``, which validates the result.
+        python: Python of an environment that has the distribution and what it requires, and nothing else.
+        project: pyproject.toml of the distribution.
+        output: the file that is written, in CycloneDX's format.
+    """
+    options = ("--pyproject", project, "--mc-type", "library", "--output-reproducible", "--output-format", "JSON")
+    run(tools.with_name("cyclonedx-py"), "environment", *options, "--output-file", output, python)
+    sbom = json.loads(output.read_text())
+    for component in sbom["components"]:
+        # Where on this machine the project's own wheels were installed from says nothing to readers.
+        references = component.get("externalReferences", [])
+        component["externalReferences"] = [one for one in references if not one["url"].startswith("file:")]
+    output.write_text(json.dumps(sbom, indent=2, sort_keys=True) + "\n")

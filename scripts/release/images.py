@@ -12,9 +12,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.code_map import ROOT
 from scripts.release.steps import CheckError, NotCheckedError, run
 from scripts.release.versions import current_version
+from scripts.repository import ROOT
 
 _BUILD_IMAGES = ROOT / "tests" / "support" / "cluster" / "build-images"
 _STORE = Path.home() / ".cache" / "das-rollout" / "images"

@@ -1,4 +1,7 @@
-"""Find and set the version of a release in all files that state it: ``python -m scripts.release.versions VERSION``."""
+"""Find and set the version of a release in all files that state it: ``python -m scripts.release.versions VERSION``.
+
+The notes of a version are its section of the changelog.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-from scripts.code_map import ROOT, tracked_files
+from scripts.release.steps import CheckError
+from scripts.repository import ROOT, tracked_files
 
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 """What a version looks like. Pre-releases have none that is valid for both Python and Helm."""
@@ -27,7 +31,7 @@ IMAGE = re.compile(r"\bdas-rollout-(?:operator|worker|worker-cpu):(\d+\.\d+\.\d+
 def image_files() -> list[str]:
     """Return the paths of all files that may name an image, relative to the root of the repository."""
     files = tracked_files("*.md", "*.yaml", "*/Dockerfile")
-    return [name for name in files if not name.startswith(("CHANGELOG.md", "changelog.d/"))]
+    return [name for name in files if name != "CHANGELOG.md"]
 
 
 def current_version(root: Path = ROOT) -> str:
@@ -70,6 +74,21 @@ def set_version(root: Path, images: list[str], version: str) -> None:
         changed = place.sub(lambda match: match[0].replace(match[1], version), text)
         if changed != text:
             (root / name).write_text(changed)
+
+
+def release_notes(changelog: str, version: str, *, tagged: bool) -> str:
+    """Return what the changelog says about a version, without the heading.
+
+    Raises:
+        CheckError: if it says nothing, or the version is tagged and its heading has no date.
+    """
+    heading, text = rf"^## {re.escape(version)}(?: \(([^)\n]*)\))?\n", r"(.*?)(?=^## |\Z)"
+    found = re.search(heading + text, changelog, re.MULTILINE | re.DOTALL)
+    if found is None or not found[2].strip():
+        raise CheckError(f"CHANGELOG.md has no section for {version}; rename the section Unreleased")
+    if tagged and not re.fullmatch(r"\d{4}-\d\d-\d\d", found[1] or ""):
+        raise CheckError(f"CHANGELOG.md must give the date of {version}: ## {version} (YYYY-MM-DD)")
+    return found[2].strip() + "\n"
 
 
 def main(arguments: list[str]) -> None:

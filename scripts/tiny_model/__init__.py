@@ -1,1 +1,1 @@
-"""How the tiny policy of rollout_worker.tiny_model was trained."""
+"""How the tiny policy of rollout_tools.tiny_model was trained."""

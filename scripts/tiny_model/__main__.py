@@ -1,4 +1,4 @@
-"""Train the tiny policy, and replace the checkpoints that rollout_worker.tiny_model contains.
+"""Train the tiny policy, and replace the checkpoints that rollout_tools.tiny_model contains.
 
     python -m scripts.tiny_model
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from rollout_worker.tiny_model import COMMON_FILES, DATA, STEPS_FILE
+from rollout_tools.tiny_model import COMMON_FILES, DATA, STEPS_FILE
 from scripts.tiny_model.train import Recipe, TrainingProgress, checkpoint_name, train
 
 RESOLUTION = 12

@@ -14,7 +14,6 @@ import redis.asyncio
 
 from rollout_api import (
     AsyncRolloutClient,
-    ClientLimits,
     Close,
     InvalidRequestError,
     JobChangedError,
@@ -27,10 +26,11 @@ from rollout_api import (
     RolloutClientError,
     VersionMismatchError,
 )
+from rollout_api.client import job_monitor
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import job_uid_key
 from rollout_api.redis_client import retry
-from tests.support.client_tests import PROMPTS, run
+from tests.support.client_tests import PROMPTS, leave_steps, run
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.waiting import wait_for
 
@@ -104,15 +104,26 @@ def test_connecting_to_an_ended_job_is_an_error(redis_url: str, job: FakeJob) ->
 
 
 def test_missing_coordinator_is_logged_and_awaited(
-    redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture
+    redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = ClientLimits(coordinator_grace_s=0.5)
-    with RolloutClient.connect(redis_url, job.name, limits=limits) as client, client.step(0, PROMPTS) as step:
+    monkeypatch.setattr(job_monitor, "_COORDINATOR_GRACE_S", 0.5)
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
         job.wait_for_requests(3)
         wait_for(lambda: "has had no coordinator" in caplog.text)
         with job.serving():
             assert 6 == len(list(step))
     assert "the requests for 6 rollouts are kept in Redis" in caplog.text
+
+
+def test_results_of_an_ended_job_can_be_received(redis_url: str, job: FakeJob) -> None:
+    leave_steps(redis_url, job, 1)
+    job.set_state("failed", "no GPU is left")
+    with RolloutClient.connect(redis_url, job.name) as client:
+        with pytest.raises(JobEndedError, match="no GPU is left"):
+            client.generate([[7]], step=2)
+        assert 6 == sum(map(len, client.generate(PROMPTS, step=1)))
+    with pytest.raises(JobEndedError, match="no GPU is left"):
+        RolloutClient.connect(redis_url, job.name, timeout=0.5)
 
 
 def test_settings_of_an_existing_redis_client_are_copied(redis_url: str, job: FakeJob) -> None:

@@ -17,9 +17,8 @@ from rollout_api import (
     RedisRefusedError,
     RedisUnreachableError,
     RolloutClient,
-    VersionMismatchError,
 )
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import HISTORY, FakeJob, record_lengths
 from tests.support.redis_servers import Cluster
@@ -79,17 +78,6 @@ def test_statistics_of_all_problems_cover_every_shard(redis_url: str, job: FakeJ
     with RolloutClient.connect(redis_url, job.name) as client:
         stats = client.length_stats()
     assert (100, 50, 100) == (stats.count, stats.quantile(0.5), stats.longest)
-
-
-def test_job_of_an_older_version_does_not_report_its_history(redis_url: str, job: FakeJob) -> None:
-    job.redis.hdel(job.keys.job, "history")
-    with (
-        RolloutClient.connect(redis_url, job.name) as client,
-        pytest.raises(
-            VersionMismatchError, match=r"job default/math does not report its history.* upgrade the job's image"
-        ),
-    ):
-        client.length_stats()
 
 
 def test_history_with_its_own_redis(redis_url: str, job: FakeJob, history_server: EmbeddedRedis) -> None:

@@ -48,10 +48,10 @@ def test_request_whose_reply_was_lost_is_sampled_once(
     assert 6 == len(job.sampled)
 
 
-def test_delivery_whose_reply_was_lost_is_read_again(
+def test_updates_whose_reply_was_lost_are_made_up_for(
     client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = redis.asyncio.Redis.xreadgroup
+    read = redis.asyncio.Redis.xread
     broken: list[int] = []
 
     async def break_once(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,19 @@ def test_delivery_whose_reply_was_lost_is_read_again(
             raise redis.ConnectionError("the reply was lost")
         return reply
 
-    monkeypatch.setattr(redis.asyncio.Redis, "xreadgroup", break_once)
+    monkeypatch.setattr(redis.asyncio.Redis, "xread", break_once)
     with job.serving():
         assert [2, 2, 2] == [len(group) for group in client.generate(PROMPTS, step=0)]
     assert broken[0] > 0
+
+
+def test_updates_that_were_trimmed_are_made_up_for(client: RolloutClient, job: FakeJob) -> None:
+    with client.step(0, PROMPTS) as step:
+        *others, last = job.wait_for_requests(3)
+        for request in others:
+            job.answer(request, announced=False)
+        job.answer(last)
+        assert 6 == len(list(step))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Restarted trainers receive unacknowledged rollouts again, and acknowledged ones are sampled again."""
+"""Restarted trainers receive the rollouts that were not released, and released ones are sampled again."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import logging
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import redis
+from redis.commands.core import AsyncScript
 
 from rollout_api import (
     AsyncRolloutClient,
-    ClientLimits,
-    InvalidRequestError,
-    NameInUseError,
-    Refusal,
+    FinishReason,
+    RedisRefusedError,
     RequestRefusedError,
     Rollout,
     RolloutClient,
 )
-from rollout_api.client.result_receiver import ResultReceiver
-from rollout_api.client.step_state import StepState
-from tests.support.client_tests import PROMPTS, num_pending, receive_without_acknowledging, result_entries, run
+from rollout_api.client import result_reader, results
+from tests.support.client_tests import PROMPTS, leave_steps, num_results, run
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for
 
-LATE_ENTRY = "9999999999999-0"
-"""Id of a stream entry that arrives after all others."""
 KILLED_TRAINER = """
 import os, signal, sys
 from rollout_api import RolloutClient
@@ -54,7 +52,7 @@ def test_restarted_trainer_receives_the_same_rollouts(redis_url: str, job: FakeJ
     assert set(output.split()) < set(received)
     assert sorted(job.sampled) == sorted(received)
     assert 6 == len(set(received)) == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_step_left_by_an_exception_keeps_its_rollouts(client: RolloutClient, job: FakeJob) -> None:
@@ -89,7 +87,7 @@ def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
     with job.serving():
         run(trainer())
     assert 7 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_cancelled_step_can_be_opened_again(client: RolloutClient, job: FakeJob) -> None:
@@ -119,7 +117,7 @@ def test_results_are_held_when_a_step_ends_that_was_opened_before_theirs_was_lef
     with job.serving():
         run(trainer())
     assert 12 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_left(
@@ -132,25 +130,25 @@ def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_l
                     await anext(aiter(step))
                     raise ZeroDivisionError
             await client.generate(PROMPTS, step=4)
-            await asyncio.to_thread(wait_for, lambda: num_pending(job) == 6)
+            await asyncio.to_thread(wait_for, lambda: num_results(job) == 6)
             await client.generate(PROMPTS, step=6)
 
     with job.serving():
         run(trainer())
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_two_open_steps_survive_a_restart(redis_url: str, job: FakeJob) -> None:
-    receive_without_acknowledging(redis_url, job, 1, 2)
+    leave_steps(redis_url, job, 1, 2)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=1)
-        assert 6 == num_pending(job)
+        assert 6 == num_results(job)
         client.generate(PROMPTS, step=2)
     assert 12 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
-def test_results_of_a_step_that_is_not_opened_again_are_dropped(
+def test_results_of_a_step_that_is_not_opened_again_are_released(
     redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RolloutClient.connect(redis_url, job.name) as client:
@@ -159,46 +157,25 @@ def test_results_of_a_step_that_is_not_opened_again_are_dropped(
             job.answer(request)
     with caplog.at_level(logging.INFO), job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=2)
-    assert [] == result_entries(job)
-    assert "which no step will request again" in caplog.text
+    assert 0 == num_results(job)
+    assert "which no step has opened" in caplog.text
 
 
 def test_restarted_step_with_other_prompts_does_not_receive_old_rollouts(redis_url: str, job: FakeJob) -> None:
-    receive_without_acknowledging(redis_url, job, 1)
+    leave_steps(redis_url, job, 1)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         [group] = client.generate([[9, 9]], step=1, n=4)
     assert 4 == len(group)
     assert 10 == len(job.sampled)
 
 
-def test_second_process_with_the_same_name_is_rejected(redis_url: str, job: FakeJob, client: RolloutClient) -> None:
-    limits = ClientLimits(name_timeout_s=1.0)
-    with pytest.raises(NameInUseError, match=r"'trainer'.*each trainer rank its own name"):
-        RolloutClient.connect(redis_url, job.name, limits=limits)
-
-
-def test_process_that_lost_its_name_stops_reading(client: RolloutClient, job: FakeJob) -> None:
-    """The process was suspended for longer than its lease, and another process took the name."""
-    with pytest.raises(NameInUseError, match="host/process elsewhere/1"), client.step(0, PROMPTS) as step:
-        requests = job.wait_for_requests(3)
-        job.redis.set(job.keys.client("trainer"), "elsewhere/1/token")
-        job.publish_status(waiting=1)
-        wait_for(lambda: client.status.get("waiting") == 1)  # it has seen the other process at the same time
-        wait_for(lambda: job.redis.info("clients")["blocked_clients"] == 0)  # its last read has ended
-        job.answer(requests[0])
-        list(step)
-    assert 0 == num_pending(job)
-
-
-def test_step_that_an_earlier_trainer_acknowledged_is_sampled_again(
+def test_step_whose_results_were_released_is_sampled_again(
     redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     suffixes = []
     for _ in range(3):
         with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
             groups = client.generate(PROMPTS, step=0)
-            with pytest.raises(InvalidRequestError, match="has ended"):
-                client.generate(PROMPTS, step=0)
         ids = [rollout.rollout_id.split("/")[1] for group in groups for rollout in group]
         assert [f"trainer:0:{index}" for index in (0, 0, 1, 1, 2, 2)] == [
             rollout_id.partition("-")[0] for rollout_id in ids
@@ -206,12 +183,12 @@ def test_step_that_an_earlier_trainer_acknowledged_is_sampled_again(
         suffixes.append({rollout_id.partition(".")[2] for rollout_id in ids})
     assert [{""}, {"r1"}, {"r2"}] == suffixes
     assert 18 == len(set(job.sampled)) == len(job.sampled)
-    assert [] == result_entries(job)
-    assert 2 == caplog.text.count("an earlier trainer with this name has received")
+    assert 0 == num_results(job)
+    assert 2 == caplog.text.count("were received and released before")
     assert "refused" not in caplog.text
 
 
-def test_restart_within_a_resubmitted_step_receives_the_same_rollouts(redis_url: str, job: FakeJob) -> None:
+def test_restart_within_a_step_that_is_sampled_again_receives_the_same_rollouts(redis_url: str, job: FakeJob) -> None:
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=5)
     with job.serving():
@@ -223,8 +200,7 @@ def test_restart_within_a_resubmitted_step_receives_the_same_rollouts(redis_url:
             check=False,
         )
     assert -signal.SIGKILL == killed.returncode
-    job.redis.delete(job.keys.client("trainer"))  # the killed process' lease need not expire here
-    wait_for(lambda: len(result_entries(job)) == 6)
+    wait_for(lambda: num_results(job) == 6)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client, client.step(5, PROMPTS) as step:
         assert [2, 2, 2] == step.group_sizes
         rollouts = list(step)
@@ -232,23 +208,81 @@ def test_restart_within_a_resubmitted_step_receives_the_same_rollouts(redis_url:
     assert set(killed.stdout.split()) < {rollout.rollout_id for rollout in rollouts}
     assert 6 == len({rollout.rollout_id for rollout in rollouts})
     assert 12 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
-def test_only_acknowledged_requests_are_resubmitted(redis_url: str, job: FakeJob) -> None:
-    stream = job.keys.results("trainer")
-    receive_without_acknowledging(redis_url, job, 1)
-    job.redis.xdel(stream, *result_entries(job)[:2])  # both results of the first request
+def test_only_released_requests_are_sampled_again(
+    redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer was killed while it released the results of a step."""
+    monkeypatch.setattr(results, "REQUESTS_PER_BATCH", 1)
+    release = AsyncScript.__call__
+
+    async def release_once(self: AsyncScript, *args: Any, **kwargs: Any) -> Any:
+        await release(self, *args, **kwargs)
+        raise redis.ResponseError("the trainer is killed")
+
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        with pytest.raises(RedisRefusedError, match="release results"), client.step(1, PROMPTS) as step:
+            assert 6 == len(list(step))
+            monkeypatch.setattr(AsyncScript, "__call__", release_once)
+        monkeypatch.setattr(AsyncScript, "__call__", release)
+        assert 4 == num_results(job)
         groups = client.generate(PROMPTS, step=1)
     ids = [rollout.rollout_id for group in groups for rollout in group]
     assert [True, True, False, False, False, False] == [".r1/" in rollout_id for rollout_id in ids]
     assert 8 == len(job.sampled)
+    assert 0 == num_results(job)
 
 
-def test_partly_available_request_is_not_resubmitted(redis_url: str, job: FakeJob) -> None:
-    receive_without_acknowledging(redis_url, job, 1)
-    job.redis.xdel(job.keys.results("trainer"), result_entries(job)[0])
+def test_requests_that_were_never_admitted_are_sampled_again(redis_url: str, job: FakeJob) -> None:
+    """The trainer has left a step before the job has read its requests."""
+    with RolloutClient.connect(redis_url, job.name) as client:
+        with client.step(1, PROMPTS):
+            job.wait_for_requests(3)
+        with job.serving():
+            groups = client.generate(PROMPTS, step=1)
+    assert [2, 2, 2] == [len(group) for group in groups]
+    assert 6 == len(job.sampled)
+    assert {FinishReason.STOP} == {rollout.finish_reason for group in groups for rollout in group}
+    assert [] == job.requests()
+
+
+def test_process_whose_results_another_one_has_released_is_told(
+    redis_url: str, job: FakeJob, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_reader, "_CHECK_INTERVAL_S", 0.2)
+    with client.step(1, PROMPTS) as step:
+        requests = job.wait_for_requests(3)
+        with RolloutClient.connect(redis_url, job.name) as other, other.step(1, PROMPTS):
+            job.wait_for_requests(6)
+            # The other process leaves its step early.
+        with (
+            job.serving(),
+            pytest.raises(RequestRefusedError, match=r"connected as 'trainer'.*each trainer rank its own"),
+        ):
+            list(step)
+    assert 0 == num_results(job)
+    assert 3 == len(requests)
+
+
+def test_two_processes_with_the_same_name_receive_the_same_rollouts(
+    redis_url: str, job: FakeJob, client: RolloutClient
+) -> None:
+    with (
+        RolloutClient.connect(redis_url, job.name) as other,
+        client.step(1, PROMPTS) as one,
+        other.step(1, PROMPTS) as two,
+        job.serving(),
+    ):
+        assert {rollout.rollout_id for rollout in one} == {rollout.rollout_id for rollout in two}
+    assert 6 == len(job.sampled)
+
+
+def test_request_of_which_results_are_lost_is_refused(redis_url: str, job: FakeJob) -> None:
+    leave_steps(redis_url, job, 1)
+    [damaged] = [key for key in job.redis.keys(job.keys.results("*")) if b":1:0-" in key]
+    job.redis.hdel(damaged, "0")
     rollouts: list[Rollout] = []
     with (
         job.serving(),
@@ -261,7 +295,7 @@ def test_partly_available_request_is_not_resubmitted(redis_url: str, job: FakeJo
     assert 6 == len(job.sampled)
 
 
-def test_turns_that_an_earlier_trainer_acknowledged_are_sampled_again(redis_url: str, job: FakeJob) -> None:
+def test_turns_whose_results_were_released_are_sampled_again(redis_url: str, job: FakeJob) -> None:
     for attempt in range(3):
         with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
             step = client.step(0).start()
@@ -271,48 +305,12 @@ def test_turns_that_an_earlier_trainer_acknowledged_are_sampled_again(redis_url:
             step.turn([trajectory])
             assert (".r1/" in first.rollout_id) is (attempt > 0)
             assert 8 == len(trajectory.context) - 1
-            step.end(acknowledge=attempt != 1)
+            step.end(release=attempt != 1)
     assert 4 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
-def test_cancelled_step_resubmits_nothing(redis_url: str, job: FakeJob) -> None:
-    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
-        client.generate(PROMPTS, step=0)
-    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
-        job.wait_for_requests(3)
-        step.cancel()
-        with job.serving():
-            assert [] == list(step)
-    assert 6 == len(job.sampled)
-    assert [] == job.requests()
-
-
-def test_step_that_ends_while_it_resubmits_receives_nothing_afterwards(
-    redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = ResultReceiver.finish
-
-    async def refuse_then_finish(self: ResultReceiver, state: StepState) -> None:
-        for request_id in list(state.request_ids):  # the reader has just received refusals
-            state.refuse(LATE_ENTRY, Refusal(request_id=request_id, reason="answered", already_answered=True))
-        await finish(self, state)
-
-    monkeypatch.setattr(ResultReceiver, "finish", refuse_then_finish)
-    with RolloutClient.connect(redis_url, job.name) as client:
-        with client.step(0, PROMPTS) as step:
-            answered, *others = job.wait_for_requests(3)
-            job.answer(answered)
-            assert 2 == len([rollout for _, rollout in zip(range(2), step, strict=False)])
-        for request in others:
-            resubmitted = request.model_copy(update={"request_id": f"{request.request_id}.r1"})
-            job.reply("trainer", job.make_rollout(resubmitted, 0))
-        with job.serving():
-            client.generate(PROMPTS, step=1)
-    assert [] == result_entries(job)
-
-
-def test_awaited_rollouts_are_counted_through_errors_cancellations_and_resubmissions(
+def test_awaited_rollouts_are_counted_through_errors_cancellations_and_repetitions(
     redis_url: str, job: FakeJob
 ) -> None:
     async def trainer() -> None:
@@ -337,3 +335,12 @@ def test_awaited_rollouts_are_counted_through_errors_cancellations_and_resubmiss
             assert 0 == client.num_awaited
 
     run(trainer())
+
+
+def test_a_restarted_trainer_knows_the_newest_step(redis_url: str, job: FakeJob) -> None:
+    """Requests of steps that are newer than all others are sent without a look at what there is."""
+    for step, newest in [(3, b"3"), (4, b"4"), (2, b"4"), (4, b"4")]:
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            assert 6 == sum(map(len, client.generate(PROMPTS, step=step)))
+        assert newest == job.redis.hget(job.keys.newest_steps, "trainer")
+    assert 4 * 6 == len(set(job.sampled))

@@ -10,7 +10,6 @@ import pytest
 from rollout_api import (
     AsyncRolloutClient,
     Cancel,
-    ClientLimits,
     FinishReason,
     InvalidRequestError,
     Prompt,
@@ -20,12 +19,10 @@ from rollout_api import (
     RolloutRequest,
     Sampling,
     StepProgress,
-    VersionMismatchError,
 )
 from rollout_api.client.prompts import SamplingOverrides
-from tests.support.client_tests import PROMPTS, num_pending, result_entries, run
+from tests.support.client_tests import PROMPTS, num_results, run
 from tests.support.fake_job import FakeJob
-from tests.support.waiting import wait_for
 
 
 def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClient, job: FakeJob) -> None:
@@ -44,8 +41,7 @@ def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClie
     assert [[[s + 1] * 3 for s in range(3)]] * 3 == [[rollout.token_ids for rollout in group] for group in groups]
     assert {threading.get_ident()} == threads
     assert (9, 9, 27) == (seen[-1].done, seen[-1].total, seen[-1].tokens)
-    assert 0 == len(result_entries(job))
-    assert 0 == num_pending(job)
+    assert 0 == num_results(job)
 
 
 def test_generate_returns_the_most_likely_tokens_at_each_position(client: RolloutClient, job: FakeJob) -> None:
@@ -54,7 +50,7 @@ def test_generate_returns_the_most_likely_tokens_at_each_position(client: Rollou
     def answer(request: RolloutRequest) -> None:
         assert 2 == request.sampling.top_logprobs
         rollout = job.make_rollout(request, 0)
-        job.reply(request.reply_to, rollout.model_copy(update={"ranks": [1] * 3, "top_logprobs": likely}))
+        job.keep(request, rollout.model_copy(update={"ranks": [1] * 3, "top_logprobs": likely}))
         job.delete_request(request)
 
     with job.serving(answer):
@@ -75,7 +71,7 @@ def test_rollouts_are_yielded_in_the_order_in_which_they_finish(redis_url: str, 
             return order
 
     assert [(2, 1), (0, 0), (1, 1), (2, 0), (0, 1), (1, 0)] == run(trainer())
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_settings_of_a_prompt_are_sent_and_defaults_are_not(client: RolloutClient, job: FakeJob) -> None:
@@ -117,16 +113,6 @@ def test_bounds_of_weight_versions_are_sent_and_part_of_the_request_id(client: R
     assert hashes[0] != hashes[1]
 
 
-def test_a_job_that_cannot_bound_staleness_is_not_asked_to(redis_url: str, job: FakeJob) -> None:
-    job.redis.hset(job.keys.job, "capabilities", "kept-results")
-    with RolloutClient.connect(redis_url, job.name) as client:
-        for bounds in ({"min_weight_version": 3}, {"max_staleness": 2}):
-            [name] = bounds
-            with pytest.raises(VersionMismatchError, match=f"prompt 0: {name}: job .* is too old .*; upgrade the job"):
-                client.generate([[7]], step=0, **bounds)
-    assert [] == job.requests()
-
-
 def test_every_sampling_setting_is_a_keyword() -> None:
     assert set(Sampling.model_fields) == set(SamplingOverrides.__annotations__)
 
@@ -156,10 +142,9 @@ def test_several_steps_may_be_open_at_once(redis_url: str, job: FakeJob) -> None
             assert 6 == len([rollout async for rollout in earlier])
             assert 6 == len([rollout async for rollout in later])
             await later.end()
-            assert 6 == num_pending(job)
+            assert 6 == num_results(job)
             await earlier.end()
-            assert 0 == num_pending(job)
-            assert [] == result_entries(job)
+            assert 0 == num_results(job)
 
     run(trainer())
 
@@ -168,17 +153,12 @@ def test_training_and_evaluation_may_share_a_step_number(client: RolloutClient, 
     with job.serving():
         client.generate(PROMPTS, step=1)
         client.generate(PROMPTS, step=1, purpose="eval")
-        with pytest.raises(InvalidRequestError, match=r"step 1 with these prompts has ended.*use the next step number"):
-            client.generate(PROMPTS, step=1)
+    assert 12 == len(set(job.sampled)) == len(job.sampled)
 
 
-def test_only_the_last_ended_steps_are_remembered(redis_url: str, job: FakeJob) -> None:
-    limits = ClientLimits(max_ended_steps=2)
-    with job.serving(), RolloutClient.connect(redis_url, job.name, limits=limits) as client:
-        for step in (1, 2, 3, 1):
-            client.generate(PROMPTS, step=step)
-        with pytest.raises(InvalidRequestError, match="has ended"):
-            client.generate(PROMPTS, step=3)
+def test_a_step_with_the_same_prompts_can_only_be_open_once(client: RolloutClient, job: FakeJob) -> None:
+    with client.step(1, PROMPTS), pytest.raises(InvalidRequestError, match="step 1 with these prompts is open already"):
+        client.generate(PROMPTS, step=1)
 
 
 def test_cancelled_rollouts_return_partial_output(client: RolloutClient, job: FakeJob) -> None:
@@ -192,7 +172,7 @@ def test_cancelled_rollouts_return_partial_output(client: RolloutClient, job: Fa
         rollouts += step
     assert 6 == len(rollouts)
     assert 3 <= sum(rollout.finish_reason is FinishReason.CANCELLED for rollout in rollouts) <= 5
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_cancellation_that_overtook_its_request_is_repeated(client: RolloutClient, job: FakeJob) -> None:
@@ -243,7 +223,7 @@ def test_step_left_early_cancels_and_drops_the_rest(
     assert [Cancel(request_ids=[request.request_id for request in requests[1:]])] == job.control_messages()
     assert "was left with 4 of 6 rollouts not received" in caplog.text
     job.answer(requests[1])
-    wait_for(lambda: result_entries(job) == [])
+    assert 0 == num_results(job)
 
 
 def test_deadline_is_sent_and_its_finish_reason_returned(client: RolloutClient, job: FakeJob) -> None:

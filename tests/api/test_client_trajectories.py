@@ -6,13 +6,12 @@ import pytest
 
 from rollout_api import (
     InvalidRequestError,
-    Refusal,
     RequestRefusedError,
     RolloutClient,
     RolloutClientError,
     RolloutRequest,
 )
-from tests.support.client_tests import result_entries
+from tests.support.client_tests import num_results
 from tests.support.fake_job import VOCABULARY, FakeJob
 
 
@@ -30,7 +29,7 @@ def test_trajectory_masks_the_environments_tokens(client: RolloutClient, job: Fa
     assert [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3 == trajectory.logprobs
     assert [1, 2, *trajectory.response_token_ids] == trajectory.context
     assert 3 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_a_trajectory_without_log_probabilities_has_none(client: RolloutClient, job: FakeJob) -> None:
@@ -38,7 +37,7 @@ def test_a_trajectory_without_log_probabilities_has_none(client: RolloutClient, 
 
     def answer(request: RolloutRequest) -> None:
         rollout = job.make_rollout(request, 0)
-        job.reply(request.reply_to, rollout.model_copy(update={"logprobs": None}) if request.turn else rollout)
+        job.keep(request, rollout.model_copy(update={"logprobs": None}) if request.turn else rollout)
         job.delete_request(request)
 
     with job.serving(answer), client.step(0) as step:
@@ -83,13 +82,12 @@ def test_turns_answered_before_a_restart_are_not_sampled_again(redis_url: str, j
             if attempt:
                 step.end()
     assert 2 == len(job.sampled)
-    assert [] == result_entries(job)
+    assert 0 == num_results(job)
 
 
 def test_refused_turn_is_an_error(client: RolloutClient, job: FakeJob) -> None:
     def refuse(request: RolloutRequest) -> None:
-        job.reply(request.reply_to, Refusal(request_id=request.request_id, reason="no"))
-        job.redis.delete(job.keys.requests)
+        job.refuse(request, "no")
 
     with job.serving(refuse), client.step(0) as step, pytest.raises(RequestRefusedError, match="no"):
         step.turn([step.trajectory([1])])

@@ -24,7 +24,7 @@ from rollout_api import (
     WeightUpdate,
     encode,
 )
-from tests.support.client_tests import num_pending, result_entries, run
+from tests.support.client_tests import num_results, run
 from tests.support.fake_job import VOCABULARY, FakeJob
 
 PROMPTS = [[1], [2], [3], [4], [5], [6]]
@@ -54,7 +54,7 @@ class QueueHarness:
             for sample, version in enumerate(versions):
                 rollout = self.job.make_rollout(request, sample, **options)
                 spans = [WeightSpan(start=0, weight_version=version)]
-                self.job.reply(request.reply_to, rollout.model_copy(update={"weight_spans": spans}))
+                self.job.keep(request, rollout.model_copy(update={"weight_spans": spans}))
             self.job.delete_request(request)
 
     def publish(self, version: int) -> None:
@@ -99,7 +99,7 @@ def test_finished_groups_are_taken_and_others_requested_in_their_place(queue_tes
             # There are no more prompts.
             assert [13, 14, 15] == numbers(await queue.take(9))
             assert [] == await queue.take(1)
-        assert 0 == num_pending(harness.job) == len(result_entries(harness.job))
+        assert 0 == num_results(harness.job)
 
     queue_test(scenario)
 

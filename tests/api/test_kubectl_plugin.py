@@ -6,27 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_operator import names
-from rollout_operator.bundle_contents import Evidence
-from rollout_operator.bundle_contents import bundle_config_map as kept_config_map
+from rollout_operator.cluster.bundle_collector import bundle_config_map as kept_config_map
+from rollout_operator.objects import names
 
 from rollout_api.bundle.archive import read_archive
-from rollout_api.kubectl_plugin import pods
+from rollout_api.bundle.cluster import Evidence
+from rollout_api.kubectl_plugin import kubectl as pods
 from rollout_api.kubectl_plugin.bundle import belongs_to, bundle_config_map, kept_archive
 from rollout_api.kubectl_plugin.cli import build_parser, main
-from rollout_api.kubectl_plugin.connect import (
+from rollout_api.kubectl_plugin.commands import (
+    choose_worker,
     connection_of,
     describe,
+    exec_arguments,
+    failure_lines,
     forward_target,
     forwarded_url,
     http_snippet,
+    logs_arguments,
+    plan_text,
     redis_snippet,
 )
-from rollout_api.kubectl_plugin.drain import choose_worker, plan_text
-from rollout_api.kubectl_plugin.head_commands import exec_arguments
-from rollout_api.kubectl_plugin.jobs import explanation, missing_job, summary
-from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError, explain_error
-from rollout_api.kubectl_plugin.logs import failure_lines, logs_arguments
+from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError, explain_error, explanation, missing_job, summary
 from rollout_api.redis_client.address import without_password
 
 

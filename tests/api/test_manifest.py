@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
-from rollout_worker.cli.manifest_file import check_manifest, read_manifest
+from rollout_tools.cli.job_address import check_manifest, read_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

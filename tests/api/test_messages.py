@@ -37,13 +37,14 @@ from rollout_api import (
     problem_id_of,
 )
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
-from rollout_api.protocol.messages import MESSAGES, DeltaFile, JoinGroup, Message
+from rollout_api.protocol.messages import MESSAGES, InitWeightTransfer, Message, TransferStep, WeightTransfer
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
 identifiers = st.text(min_size=1, max_size=40)
 clients = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 times = st.floats(0, 2e9)
+infos = st.dictionaries(identifiers, st.integers(0, 9) | identifiers | st.lists(identifiers, max_size=3), max_size=3)
 
 
 @st.composite
@@ -179,23 +180,26 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
         WeightUpdate,
         weight_version=st.integers(1, 2**40),
         uri=identifiers,
-        deltas=st.lists(
-            st.builds(
-                DeltaFile,
-                weight_version=st.integers(1, 2**40),
-                name=st.from_regex("[A-Za-z0-9][A-Za-z0-9._-]{0,50}", fullmatch=True),
-                sha256=st.from_regex("[0-9a-f]{64}", fullmatch=True),
-            ),
-            max_size=3,
+        transfer=st.none()
+        | st.builds(
+            WeightTransfer,
+            group=identifiers,
+            engines=st.lists(identifiers, min_size=1, max_size=3),
+            base=st.integers(0, 9),
+            update_info=st.none() | infos,
         ),
     ),
-    JoinGroup: st.builds(
-        JoinGroup,
+    TransferStep: st.builds(
+        TransferStep,
+        step=st.sampled_from(["update", "finish", "abort"]),
+        update_info=st.none() | infos,
+        reason=identifiers,
+    ),
+    InitWeightTransfer: st.builds(
+        InitWeightTransfer,
         group=identifiers,
-        uri=identifiers,
-        members=st.dictionaries(identifiers, st.integers(1, 99), min_size=1, max_size=5),
-        world_size=st.integers(2, 99),
-        packed_bytes=st.integers(0, 2**40),
+        engines=st.dictionaries(identifiers, st.integers(1, 99), min_size=1, max_size=5),
+        init_info=infos,
     ),
     Cancel: st.builds(Cancel, request_ids=st.lists(identifiers, min_size=1, max_size=5)),
     Rewards: st.builds(
@@ -448,10 +452,3 @@ def test_the_history_receives_no_routed_experts() -> None:
 def test_fields_of_the_prompt_have_equal_lengths() -> None:
     with pytest.raises(ValueError, match="fields about the prompt's tokens have different lengths"):
         Partial(token_ids=[], weight_spans=[], prompt_logprobs=[-1.0], prompt_ranks=[1, 2])
-
-
-def test_a_request_that_is_streamed_must_be_kept() -> None:
-    fields = {"job_uid": "job", "request_id": "r", "prompt_token_ids": [1]}
-    with pytest.raises(ValueError, match="stream needs keep_seconds"):
-        RolloutRequest.model_validate(fields | {"stream": True})
-    assert RolloutRequest.model_validate(fields | {"stream": True, "keep_seconds": 5}).stream

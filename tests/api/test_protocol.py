@@ -96,7 +96,9 @@ def test_hashes_agree_with_the_vectors(tmp_path: Path) -> None:
 
 def test_the_page_lists_every_key_that_a_client_uses() -> None:
     page, keys = protocol_docs.PAGE.read_text(), MessageKeys("<uid>")
-    used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
+    used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<request id>")]
+    used += [keys.result_updates("<client>"), keys.refusal("<request id>"), keys.unreleased("<client>")]
+    used += [keys.results_written, keys.results_read, keys.newest_steps, keys.ledger("<request id>")]
     used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead_letters, job_uid_key("<namespace>/<name>")]
     assert [] == [key for key in used if f"`{key}`" not in page]
 
@@ -116,13 +118,12 @@ def test_the_example_runs(redis_url: str) -> None:
         assert (0, b"") == (done.returncode, done.stderr)
         return done.stdout.decode(errors="replace")
 
-    assert 8 == len(commands)
-    assert protocol_docs.EXAMPLE.job_uid in run(*commands[:6])
+    assert 7 == len(commands)
+    assert protocol_docs.EXAMPLE.job_uid in run(*commands[:4])
     assert [protocol_docs.EXAMPLE] == job.requests()
     for request in job.requests():
         job.answer(request)
-    assert "rollout" in run(commands[6])
-    entries = [entry.decode() for entry, _ in job.redis.xrange(job.keys.results("demo"))]
-    acknowledge = commands[7].replace("1732118401500-0 1732118401721-0", " ".join(entries))
-    assert "0" == run(acknowledge).strip()
-    assert 0 == job.redis.xlen(job.keys.results("demo"))
+    assert "demo-1" in run(commands[4])
+    assert "rollout" in run(commands[5])
+    assert "1" == run(commands[6]).strip()
+    assert not job.redis.exists(job.keys.results("demo-1"))

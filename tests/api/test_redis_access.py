@@ -11,13 +11,12 @@ import redis
 
 from rollout_api.protocol.access_rules import access_rules, main, service_rules
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys
-from rollout_worker.history.blocks import START
-from rollout_worker.history.catalog import StoredProblem
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.metadata import list_histories
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import AppendResult, HistoryStore
+from rollout_store.history.catalog import StoredProblem
+from rollout_store.history.maintenance.maintainer import HistoryMaintainer
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import list_histories
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import AppendResult, HistoryStore
 
 UID = "the-uid"
 OWN, OTHER = HistoryKeys("rl", "math"), HistoryKeys("rl", "math-2")

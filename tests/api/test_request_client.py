@@ -14,16 +14,14 @@ from rollout_api import (
     JobEndedError,
     Prompt,
     RedisUnreachableError,
-    Refusal,
     RequestClient,
     RequestRefusedError,
     Rollout,
     RolloutClientError,
     RolloutRequest,
-    VersionMismatchError,
     encode,
 )
-from rollout_api.client import kept_results
+from rollout_api.client import result_reader
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
 from tests.support.redis_servers import Server
@@ -68,7 +66,7 @@ def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: Fa
     with job.serving(answer_backwards):
         rollouts = run(sample())
     assert [[1] * 3, [2] * 3] == [rollout.token_ids for rollout in rollouts]
-    assert 0 < job.redis.ttl(job.keys.kept(rollouts[0].rollout_id.split("/")[1])) <= 600
+    assert 0 < job.redis.ttl(job.keys.results(rollouts[0].rollout_id.split("/")[1])) <= 600
 
 
 def test_repeated_requests_get_the_same_rollouts_in_every_process(redis_url: str, job: FakeJob) -> None:
@@ -147,8 +145,7 @@ def test_a_cancelled_call_does_not_cancel_another_one_for_the_same_request(redis
 
 def test_refusals_are_errors(redis_url: str, job: FakeJob) -> None:
     def refuse(request: RolloutRequest) -> None:
-        job.keep(request, "refusal", Refusal(request_id=request.request_id, reason="not today"))
-        job.delete_request(request)
+        job.refuse(request, "not today")
 
     async def sample() -> None:
         async with connected(redis_url, job) as client:
@@ -162,7 +159,7 @@ def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: Fake
     async def sample() -> None:
         async with connected(redis_url, job) as client:
             [first, _] = await client.rollouts(PROMPT, request_id="a")
-            job.redis.delete(job.keys.kept(first.rollout_id.split("/")[1]))
+            job.redis.delete(job.keys.results(first.rollout_id.split("/")[1]))
             with pytest.raises(RequestRefusedError, match="it was answered before"):
                 await client.rollouts(PROMPT, request_id="a")
 
@@ -174,12 +171,12 @@ def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: Fake
 def test_updates_that_were_trimmed_are_found_by_the_check(
     redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_results, "_CHECK_INTERVAL_S", 0.5)
+    monkeypatch.setattr(result_reader, "_CHECK_INTERVAL_S", 0.5)
 
     def answer_silently(request: RolloutRequest) -> None:
         for sample in range(2):
             job.sampled.append(str(request.rollout_id(sample)))
-            job.redis.hset(job.keys.kept(request.request_id), str(sample), encode(job.make_rollout(request, sample)))
+            job.redis.hset(job.keys.results(request.request_id), str(sample), encode(job.make_rollout(request, sample)))
         job.delete_request(request)
 
     async def sample() -> list[Rollout]:
@@ -233,9 +230,6 @@ def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> No
 
     with pytest.raises(InvalidRequestError, match="request a: no token ids"):
         run(sample(Prompt([])))
-    job.redis.hdel(job.keys.job, "capabilities")
-    with pytest.raises(VersionMismatchError, match="does not keep rollouts by request; upgrade the job's image"):
-        run(sample(PROMPT))
     with pytest.raises(RolloutClientError, match="not connected yet"):
         run(RequestClient.connect(redis_url, job.name).rollouts(PROMPT))
     with pytest.raises(InvalidRequestError, match="either the name of the job"):
@@ -260,7 +254,7 @@ def test_an_update_that_cannot_be_read_does_not_end_the_receiver(redis_url: str,
         async with connected(redis_url, job) as client:
             call = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
             await wait_for_async(lambda: bool(job.requests()))
-            job.redis.xadd(job.keys.kept_updates, {"unknown": b""})
+            job.redis.xadd(job.keys.result_updates("requests"), {"unknown": b""})
             with pytest.raises(RolloutClientError, match="receiving rollouts failed: KeyError"):
                 await call
             job.answer(job.requests()[0])

@@ -38,7 +38,7 @@ measurements = st.builds(
     Measurement,
     time=_TIMES,
     state=st.text(),
-    **dict.fromkeys(("weight_version", "requests", "waiting", "assigned", "done", "unread"), _NUMBERS),
+    **dict.fromkeys(("weight_version", "requests", "waiting", "assigned", "done", "unread_bytes"), _NUMBERS),
     tokens_per_second=_SINGLE,
     saved=st.none() | _SINGLE,
     remaining_seconds=st.none() | _SINGLE,

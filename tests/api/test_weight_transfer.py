@@ -1,4 +1,4 @@
-"""Which engines take the places of a trainer's process group."""
+"""Which engines take the places of a trainer's group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_engines_take_all_places_without_gaps_or_the_size_is_refused(num: int, r
     engines = {f"engine-{number}": {"ranks": ranks} for number in range(num)}
     if places % ranks or places > num * ranks:
         with pytest.raises(InvalidRequestError, match=f"use world_size {num * ranks + 1}"):
-            _choose_members(engines, places + 1)
+            _choose_members(engines, {"rank_offset": 1, "world_size": places + 1})
         return
-    members = _choose_members(engines, places + 1)
+    members = _choose_members(engines, {"rank_offset": 1, "world_size": places + 1})
     taken = [first + offset for first in members.values() for offset in range(ranks)]
     assert list(range(1, places + 1)) == sorted(taken)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.batch_drafters import LoopDrafter
+from benchmarks.batch_drafters import LoopDrafter, RecordedBatch, first_turn
 from benchmarks.hot_path import measure
-from benchmarks.problems import Problem
-from benchmarks.recorded_batch import RecordedBatch, first_turn
-from benchmarks.traces import Segment, Trajectory
+from benchmarks.traces import Problem, Segment, Trajectory
 
 MAX_DRAFT = 16
 

@@ -22,9 +22,9 @@ from benchmarks.rollout_runs import (
     start_engines,
 )
 from rollout_api.redis_client.connection import connect
+from rollout_store.history.store import HistoryStore
 from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
 from rollout_worker.engine.draft_settings import SOURCES
-from rollout_worker.history.store import HistoryStore
 from tests.support.reference_model import VOCABULARY, make_model
 
 PROBLEM = "p"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.problems import problems_of
-from benchmarks.traces import Trajectory, checkpoints, read_trace
+from benchmarks.traces import Trajectory, checkpoints, problems_of, read_trace
 
 
 def read_rows(file: Path, rows: list[dict[str, Any]]) -> list[Trajectory]:
@@ -58,3 +60,29 @@ def test_error_names_the_line_when_a_line_is_not_a_trajectory(tmp_path: Path) ->
     rows = [*rows_with_checkpoints([1]), {"problem_id": "p", "text": "a"}]
     with pytest.raises(ValueError, match=r"t\.jsonl, line 2, is not a trajectory: KeyError: 'prompt'"):
         read_rows(tmp_path / "t.jsonl", rows)
+
+
+def test_token_ids_are_read_without_a_tokenizer(tmp_path: Path) -> None:
+    prompt, response = (base64.b64encode(np.array(tokens, "<u2").tobytes()).decode() for tokens in ([1, 2], [5, 700]))
+    row = {"problem_id": "p", "sample_index": 0, "epoch_or_checkpoint": "version_3"}
+    file = tmp_path / "trace.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps({**row, "prompt_tokens": prompt, "tokens": response}).encode()))
+    [trajectory] = read_trace(file, None)
+    assert ("p", 0, "version_3") == (trajectory.problem, trajectory.sample, trajectory.checkpoint)
+    assert [1, 2] == trajectory.prompt.tolist()
+    assert [[5, 700]] == [segment.tokens.tolist() for segment in trajectory.segments]
+
+
+def test_a_trace_with_texts_needs_a_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"problem_id": "p", "sample_index": 0, "prompt": "a", "text": "b"}\n')
+    with pytest.raises(ValueError, match="give its tokenizer"):
+        read_trace(file, None)
+
+
+def test_damaged_tokens_are_reported_with_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    odd = base64.b64encode(b"abc").decode()
+    file.write_text(f'{{"problem_id": "p", "sample_index": 0, "prompt_tokens": "{odd}", "tokens": "{odd}"}}\n')
+    with pytest.raises(ValueError, match="line 1, is not a trajectory"):
+        read_trace(file, None)

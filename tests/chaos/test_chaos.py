@@ -25,8 +25,9 @@ import redis
 import yaml
 
 from rollout_api.ports import free_port
-from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
-from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.messages import RolloutId
+from rollout_store.job.ledger import LedgerEntry
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
@@ -45,46 +46,39 @@ TRAINERS = 2
 """Trainers that use Redis. Another one uses the HTTP server."""
 HTTP_RANK = TRAINERS
 WAIT_FOR_PROCESS_S = 120.0
-SERVICES = "rollout_worker.job.services"
+SERVICES = "rollout_head.services"
 RESUMPTION_S = 3.0
 """Seconds within which engines sample again once there is another coordinator. They report tokens once a second."""
 
 
 @dataclass
 class Audit:
-    """Reads every result as a consumer group of its own, and counts duplicates that a client would discard."""
+    """Counts how often the job announces each result to the trainers that use Redis."""
 
     server: Server
     delivered: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
-    _read: set[tuple[str, bytes]] = field(default_factory=set)
-    """Entries that were counted. An acknowledgement does not show this, because Redis may die before it answers."""
-
-    def prepare(self) -> None:
-        for rank in range(TRAINERS):
-            self.server.raw_client().xgroup_create(KEYS.results(f"rank-{rank}"), "audit", id="0", mkstream=True)
+    _positions: dict[str, str] = field(
+        default_factory=lambda: {KEYS.result_updates(f"rank-{rank}"): "0" for rank in range(TRAINERS)}
+    )
 
     def read(self) -> None:
         client: Any = self.server.raw_client()
-        for rank in range(TRAINERS):
-            stream = KEYS.results(f"rank-{rank}")
-            for start in ("0", ">"):  # entries read before a crash and not acknowledged, then new ones
-                for _, entries in client.xreadgroup("audit", "audit", {stream: start}, count=1000) or []:
-                    for entry, fields in entries:
-                        message = decode(fields[MESSAGE_FIELD.encode()])
-                        if isinstance(message, Refusal):
-                            # after an outage of Redis, a client repeated a request that was already answered
-                            assert "answered before" in message.reason, message
-                            client.xack(stream, "audit", entry)
-                            continue
-                        assert isinstance(message, Rollout), message
-                        if (stream, entry) not in self._read:
-                            self._read.add((stream, entry))
-                            self.delivered[message.rollout_id] += 1
-                            self.reasons[str(message.finish_reason)] += 1
-                            self.tokens += len(message.token_ids)
-                        client.xack(stream, "audit", entry)
+        for stream, entries in client.xread(self._positions, count=1000) or []:
+            self._positions[stream.decode()] = entries[-1][0].decode()
+            for _, fields in entries:
+                # A refusal follows an outage of Redis, after which a client repeats a request that was answered.
+                if b"s" in fields:
+                    self.delivered[str(RolloutId(UID, fields[b"r"].decode(), int(fields[b"s"])))] += 1
+
+    def read_ledger(self) -> None:
+        """Read why the rollouts have ended, and how long they are."""
+        client: Any = self.server.raw_client()
+        for rollout_id in map(RolloutId.parse, self.delivered):
+            entry = LedgerEntry.unpack(client.hget(KEYS.ledger(rollout_id.request_id), str(rollout_id.sample)))
+            self.reasons[entry.finish_reason] += 1
+            self.tokens += entry.length
 
 
 @dataclass
@@ -154,7 +148,6 @@ class ChaosJob:
         }
         file = self.directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
-        self.audit.prepare()
         head = ["head", "-f", str(file), "--http-port", str(self._http_port)]
         self.supervisor.start("head", self._rollout(*head))
         for number in range(2):
@@ -189,7 +182,7 @@ class ChaosJob:
         return len(journal.read_text().splitlines()) if journal.exists() else 0
 
     def _rollout(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "rollout_worker.cli", *arguments, "--redis", self.url, "--uid", UID]
+        return [sys.executable, "-m", "rollout_tools.cli", *arguments, "--redis", self.url, "--uid", UID]
 
     # faults
 
@@ -260,7 +253,7 @@ class ChaosJob:
         wait_for(is_met, seconds, lambda: f"{failure} within {seconds:.0f} s; {self.logs()}")
 
     def observe(self) -> None:
-        with contextlib.suppress(redis.RedisError, CodecError):
+        with contextlib.suppress(redis.RedisError):
             self.sampling.update()
             self.audit.read()
 
@@ -362,6 +355,7 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         lambda: client.xlen(KEYS.requests) == client.xlen(KEYS.outbox) == 0, 60, "requests or finished rollouts remain"
     )
     job.audit.read()
+    job.audit.read_ledger()
 
     requested: set[str] = set()
     through_http: set[str] = set()
@@ -393,15 +387,15 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         )
     )
     assert {1} == set(received.values())
-    # a trainer that is killed between journal and acknowledgement gets a step again that it has recorded
-    assert {1} == set(job.audit.delivered.values()), "a result was delivered twice"
-    # the server's results are not audited, because it reads them under a name that each of its processes chooses anew
+    # a trainer that is killed between journal and release gets a step again that it has recorded
+    assert {1} == set(job.audit.delivered.values()), "a result was announced twice"
     assert set(job.audit.delivered) == requested - through_http
     assert GROUPS * SAMPLES * job.steps_of(HTTP_RANK) == len(through_http)
     assert {1} == set(in_history.values()), "a rollout is in the history twice"
     assert requested == set(in_history)
     assert {"stop", "length"} >= set(job.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
+    assert [] == [key for rank in range(TRAINERS) for key in client.keys(KEYS.results(f"rank-{rank}:*"))]
     # The rollouts of this job are so short that engines run out of work without a coordinator.
     assert gap <= until_new + RESUMPTION_S
     # the faults had an effect

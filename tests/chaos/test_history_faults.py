@@ -25,10 +25,10 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.connection import connect
+from rollout_head.relay import Relay
+from rollout_store.history.metadata import list_histories
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.metadata import list_histories
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.relay import Relay
 from tests.support.acceptance import accepted_per_step
 from tests.support.history_contents import rollout_ids_in
 from tests.support.in_process_job import LiveJob, manifest, start_engine

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rollout_operator.job_context import JobContext
-from rollout_operator.names import labels as operator_labels
-from rollout_operator.pods import head_pod, server_pod, worker_pod
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.names import labels as operator_labels
+from rollout_operator.objects.pods import head_pod, server_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.manifest.quantity import parse_quantity
-from rollout_worker.doctor.cluster.installation import (
+from rollout_tools.doctor.cluster.installation import (
     MIN_KUBERNETES,
     OPERATOR_SELECTOR,
     judge_admission_policy,
@@ -26,23 +26,23 @@ from rollout_worker.doctor.cluster.installation import (
     judge_version,
     lease_of,
 )
-from rollout_worker.doctor.cluster.namespace import (
+from rollout_tools.doctor.cluster.namespace import (
     judge_namespace,
     judge_priority_class,
     judge_quotas,
     judge_worker_memory,
     pod_needs,
 )
-from rollout_worker.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
-from rollout_worker.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
-from rollout_worker.doctor.cluster.permissions import (
+from rollout_tools.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
+from rollout_tools.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
+from rollout_tools.doctor.cluster.permissions import (
     USER_ACCESSES,
     Access,
     judge_operator_account,
     judge_user,
     operator_accesses,
 )
-from rollout_worker.doctor.findings import Severity
+from rollout_tools.doctor.findings import Severity
 from scripts.crd import documents
 from tests.support.cluster.chart import CHART, render_chart
 

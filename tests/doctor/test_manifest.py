@@ -9,11 +9,15 @@ import pytest
 
 from rollout_api import RolloutJob, parse_job
 from rollout_api.manifest.rollout_job import FieldError, ManifestError
-from rollout_worker.doctor.findings import Finding, Severity
-from rollout_worker.doctor.manifest import ModelFacts, judge_invalid_manifest, judge_manifest
-from rollout_worker.doctor.memory_estimate import MemoryEstimate, estimate_memory
-from rollout_worker.doctor.model_facts import read_model
-from rollout_worker.doctor.units import GIB
+from rollout_tools.doctor.findings import GIB, Finding, Severity
+from rollout_tools.doctor.manifest import (
+    MemoryEstimate,
+    ModelFacts,
+    estimate_memory,
+    judge_invalid_manifest,
+    judge_manifest,
+    read_model,
+)
 from tests.support.reference_model import make_model
 
 QWEN3_8B = {

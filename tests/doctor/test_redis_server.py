@@ -15,9 +15,8 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.address import Kind
-from rollout_worker.doctor.findings import Finding, Severity
-from rollout_worker.doctor.redis_facts import read_redis
-from rollout_worker.doctor.redis_server import RedisFacts, judge_redis, percentile
+from rollout_tools.doctor.findings import Finding, Severity
+from rollout_tools.doctor.redis_server import RedisFacts, judge_redis, percentile, read_redis
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 
 NOW = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""The index gives the same results as an oracle that searches exhaustively."""
+"""The index gives the same results as an oracle that searches exhaustively, and drafts begin and end as they should."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.index import SuffixIndex
 from tests.support.index_oracle import Oracle
 
 # With only three different tokens, matches are long and votes divided. The largest id must sort before the boundary.
 TOKENS = st.sampled_from([0, 1, 2**32 - 2])
 LENGTH = 16
+GENERATIONS = st.integers(-2, 6)
+ROLLOUT_IDS = st.integers(0, 12).map(str)
+REWARDS = st.sampled_from([0.0, 0.5, 1.0])
+PROBLEMS = st.sampled_from(["p", "q"])
+SOURCES = st.sampled_from(
+    [
+        ("history", "self", "siblings", "cross_problem"),
+        ("history", "cross_problem"),
+        ("history",),
+        ("self",),
+        ("siblings", "history"),
+        ("siblings", "cross_problem"),
+    ]
+)
+STOP_TOKENS = st.sampled_from([(), (), (1,), (0, 1)])
+SURVIVALS = st.sampled_from([0.0, 0.05, 0.2, 0.5])
+PROMPT = [900, 901]
+END = 800
 
 
 @st.composite
@@ -31,23 +49,7 @@ def texts(draw: st.DrawFn, max_size: int = 40) -> list[int]:
     return text
 
 
-GENERATIONS = st.integers(-2, 6)
-ROLLOUT_IDS = st.integers(0, 12).map(str)
-REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 ROLLOUTS = st.lists(st.tuples(ROLLOUT_IDS, GENERATIONS, texts(), texts(max_size=8), st.none() | REWARDS), max_size=6)
-PROBLEMS = st.sampled_from(["p", "q"])
-SOURCES = st.sampled_from(
-    [
-        ("history", "self", "siblings", "cross_problem"),
-        ("history", "cross_problem"),
-        ("history",),
-        ("self",),
-        ("siblings", "history"),
-        ("siblings", "cross_problem"),
-    ]
-)
-STOP_TOKENS = st.sampled_from([(), (), (1,), (0, 1)])
-SURVIVALS = st.sampled_from([0.0, 0.05, 0.2, 0.5])
 
 
 def as_array(tokens: list[int]) -> np.ndarray:
@@ -340,3 +342,54 @@ def test_an_anchor_does_not_continue_into_the_next_rollout() -> None:
     index.draft(handle, 1)
     index.extend(handle, [60] * 8 + [9])
     assert [False] * 3 == [occurrence.anchored for occurrence in index.occurrences(handle)]
+
+
+def open_request(tokens: list[int]) -> tuple[SuffixIndex, int]:
+    """Return an index whose history counts from 0 to 99, and a request with these tokens."""
+    index = SuffixIndex()
+    index.add("p", [(str(number), 1, np.arange(100, dtype=np.uint32)) for number in range(4)])
+    handle = index.open("p", PROMPT, ("history",))
+    index.extend(handle, tokens)
+    return index, handle
+
+
+def test_a_draft_continues_as_earlier_rollouts_did_up_to_its_budget() -> None:
+    index, handle = open_request([0])
+    for budget, expected in ((0, []), (2, [1, 2]), (5, [1, 2, 3, 4, 5])):
+        assert expected == index.draft(handle, budget).tokens
+
+
+def test_a_later_turn_matches_the_context_before_it() -> None:
+    index = SuffixIndex()
+    response, answer = [1, 2, 3, END], [700, 701, 702]
+    index.add("p", [("turn 0", 1, response), ("turn 1", 1, [50, 51, 52, END], answer)])
+    prompt = [900, 901, *response, *answer]
+    first = index.open("p", PROMPT, ("history",))
+    later = index.open("p", prompt, ("history",), context_length=len(prompt))
+    assert [1, 2, 3, END] == index.draft(first, 8).tokens
+    assert [50, 51, 52, END] == index.draft(later, 8).tokens
+
+
+def test_a_draft_ends_with_a_stop_token() -> None:
+    index = SuffixIndex()
+    # an earlier turn, the answer to it, and the same beginning again
+    prompt = [900, 1, 2, END, 700, 701, 900, 1]
+    for stop_tokens, expected in (((), [2, END, 700, 701]), ((END, 5), [2, END])):
+        handle = index.open("p", prompt, ("self",), stop_tokens=stop_tokens)
+        assert expected == index.draft(handle, 4).tokens
+
+
+def test_a_higher_survival_threshold_gives_shorter_drafts() -> None:
+    lengths = []
+    for survival in (0.0, 0.5, 1.0):
+        index, handle = open_request([0, 1])
+        lengths.append(len(index.draft(handle, 8, survival)))
+    assert lengths == sorted(lengths, reverse=True)
+    assert (8, 0) == (lengths[0], lengths[-1])
+
+
+def test_a_draft_has_its_expected_number_of_accepted_tokens() -> None:
+    index, handle = open_request([0, 1])
+    found = index.draft(handle, 8)
+    assert 8 == len(found)
+    assert found.expected == pytest.approx(np.cumprod(found.probabilities).sum())

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rollout_api.redis_client.connection import connect
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import KEYS, MAX_DRAFT_TOKENS, EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 

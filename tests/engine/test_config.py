@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from rollout_api.manifest import engine_args as reserved
-from rollout_worker.engine.compat import engine_args
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine.config import (
     EngineConfig,
     cuda_graph_sizes,
+    engine_args,
     engine_environment,
     scheduled_tokens,
     vllm_settings,
 )
-from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.errors import EngineError
+from rollout_worker.engine.draft_settings import DraftingConfig
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
 from tests.support.reference_model import MAX_POSITIONS
 

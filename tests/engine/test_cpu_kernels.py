@@ -15,14 +15,12 @@ import pytest
 import torch
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
-    pytest.skip(
-        "run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets",
-        allow_module_level=True,
-    )
+    pytest.skip("run with make test-v2", allow_module_level=True)
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when vLLM's kernels are imported
-
+import cpu_kernels
 import vllm.v1.worker.cpu.shm  # noqa: F401  # must be the first of vLLM's modules
+from cpu_kernels import KernelReplacement, kernels
+from cpu_kernels.sampling import murmur3_uniform, philox_uniform
 from triton.runtime import interpreter
 from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu import input_batch
@@ -35,10 +33,6 @@ from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.penalties import apply_penalties, bincount
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
-from rollout_worker.engine import cpu_kernels
-from rollout_worker.engine.cpu_kernels import KernelReplacement, kernels
-from rollout_worker.engine.cpu_kernels.random_numbers import murmur3_uniform, philox_uniform
 
 STATES = 12
 """Number of requests that the runner has memory for."""

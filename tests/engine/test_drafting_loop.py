@@ -11,17 +11,16 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
-from rollout_worker.drafting import SuffixIndex
+from rollout_store.history.store import HistoryStore
+from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.batch import Batch
-from rollout_worker.drafting.index import DraftCounts
-from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.drafting.index import DraftCounts, SuffixIndex
+from rollout_worker.engine.draft_settings import DraftingConfig, DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.store import HistoryStore
+from rollout_worker.engine.worker_extension import DraftingExtension
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits
-from rollout_worker.policy.policies import make_policy
+from rollout_worker.policy.draft_policy import DraftLimits, Marginal, make_policy
 from rollout_worker.policy.step_cost import CPU
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
@@ -274,3 +273,16 @@ def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
         assert 3 == loop.run(engine.stats())["drafting_failures"]
     finally:
         engine.close()
+
+
+def test_announcing_a_new_generation_enables_drafting_again(history_store: HistoryStore) -> None:
+    extension = DraftingExtension()
+    extension._das_sync = HistorySync(history_store, SuffixIndex())
+    extension._das_controller = DraftController(Marginal(DraftLimits(8, 100)), CPU)
+    governor = extension._das_controller.governor
+    extension.das_announce(["p"], 1, [])
+    governor.drafting_disabled = True
+    extension.das_announce(["q"], 1, [])
+    assert governor.drafting_disabled
+    extension.das_announce(["p", "q"], 2, [])
+    assert not governor.drafting_disabled

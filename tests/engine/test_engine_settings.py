@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.engine_errors import EngineError
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
 from tests.support.responses import PROMPT, PROMPTS, accepted_share, tokens_of
@@ -91,3 +91,11 @@ def test_drafts_do_not_change_what_an_engine_with_an_fp8_kv_cache_samples(
     assert accepted_share(actual) > 0.3
     # The data type does change the model.
     assert tokens_of(expected) != tokens_of(plain_engine.sample(PROMPTS, sampling))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_an_engine_samples_in_the_requested_data_type(dtype: str, model: Path, loop: LoopThread) -> None:
+    """On CPUs with matrix tiles, vLLM uses other kernels for bfloat16."""
+    with started(model, loop, None, dtype=dtype) as engine:
+        (result,) = EngineHarness(engine, loop).sample([PROMPT], Sampling(n=1, max_tokens=40, temperature=0))
+        assert result.token_ids

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import MAX_KEPT_TOP_K, Sampling
 from rollout_api.protocol.messages import Partial
-from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.errors import AdmissionError
-from rollout_worker.engine.kept_tokens import MAX_WIDTH, kept_tokens, width
+from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.engine_errors import AdmissionError
+from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH, kept_tokens, kept_width
 from tests.support.engines import EngineHarness
 from tests.support.reference_model import VOCABULARY, ReferenceDistribution
 from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, check_likely_tokens, tokens_of
@@ -140,8 +140,8 @@ def test_kept_tokens_are_complete_or_unknown(logprobs: list[float], top_k: int, 
     """The most likely tokens of a distribution are what vLLM returns, and any one of those that can be sampled."""
     logprobs[data.draw(st.integers(0, len(logprobs) - 1))] = -0.25
     vocabulary = len(logprobs)
-    asked = width(Sampling(kept_tokens=True, top_k=top_k), vocabulary)
-    assert asked <= min(MAX_WIDTH, vocabulary)
+    asked = kept_width(Sampling(kept_tokens=True, top_k=top_k), vocabulary)
+    assert asked <= min(MAX_KEPT_WIDTH, vocabulary)
     possible = [token for token, logprob in enumerate(logprobs) if logprob > -np.inf]
     likely = sorted(range(vocabulary), key=lambda token: -logprobs[token])[:asked]
     sampled = data.draw(st.sampled_from(possible))

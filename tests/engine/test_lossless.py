@@ -11,10 +11,10 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, RolloutRequest
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread, ReferenceDistribution, chi_square
 from tests.support.responses import (

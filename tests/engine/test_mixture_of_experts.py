@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rollout_api import ModelInMemory, UpdateMode
+from rollout_api import ModelInMemory
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.checkpoint_check import BroadcastWeights
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model, small_qwen3_moe
 
@@ -32,7 +31,7 @@ def moe_engine(
     moe_model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
 ) -> Iterator[EngineHarness]:
     config = engine_config(moe_model, replace(drafting_config, policy="marginal"))
-    engine = loop.run(Engine.start(config))
+    engine = loop.run(Engine.start(replace(config, weight_transfer="gloo")))
     yield EngineHarness(engine, loop, history_store)
     engine.close()
 
@@ -49,25 +48,38 @@ def test_reloaded_experts_are_those_of_the_new_weights(
             assert reference.max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
 
 
-def test_broadcast_experts_are_those_of_the_new_weights(
+class EngineClient:
+    """Lets an engine receive all weights of a sender at once."""
+
+    def __init__(self, harness: EngineHarness, version: int) -> None:
+        self._harness, self._version = harness, version
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._harness.loop.run(self._harness.engine.init_weight_transfer(init_info))
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        async def updates() -> AsyncIterator[dict[str, Any]]:
+            yield update_info
+
+        self._harness.loop.run(self._harness.engine.load_transferred(updates(), self._version))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+
+def test_experts_that_a_trainer_sends_are_those_of_the_new_weights(
     moe_engine: EngineHarness, moe_model: Path, tmp_path: Path
 ) -> None:
     other = make_model(tmp_path / "other", seed=11, create=small_qwen3_moe)
-    model = AutoModelForCausalLM.from_pretrained(other, dtype="float32")
-    weights = ModelInMemory(model, host="127.0.0.1")
-    uri, offer = weights.offer({"engine": 1}, buckets=True)
-    tensors = [(spec.name, spec.dtype, spec.shape) for spec in offer.tensors]
-    incoming = BroadcastWeights(
-        "gloo", "127.0.0.1", int(uri.rpartition(":")[2]), offer.group, 1, 2, tensors, offer.bucket_bytes
-    )
-
-    async def broadcast() -> None:
-        sending = asyncio.to_thread(weights.send, uri, offer)
-        await asyncio.gather(sending, moe_engine.engine.receive_weights(incoming, 3, UpdateMode.RECOMPUTE))
-
-    moe_engine.loop.run(broadcast())
+    weights = ModelInMemory(AutoModelForCausalLM.from_pretrained(other, dtype="float32"), host="127.0.0.1")
+    client = EngineClient(moe_engine, 3)
+    weights.connect(client, 2)
+    weights.send(client)
     sampling = Sampling(n=4, max_tokens=40, logprobs=True)
-    for result in moe_engine.sample([PROMPT], sampling, "broadcast"):
+    for result in moe_engine.sample([PROMPT], sampling, "sent"):
         assert ReferenceDistribution(other).max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
     moe_engine.loop.run(moe_engine.engine.load_weights(moe_model, 4))
 

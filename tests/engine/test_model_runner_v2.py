@@ -11,9 +11,9 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config, needs_v2, start_with_extension
 from tests.support.faulty_extension import ExactVerificationExtension, PlacesExtension, WarmUpExtension
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model

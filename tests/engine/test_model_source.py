@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.manifest.spec import Model
-from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint, resolve_model
+from rollout_store.models.model_source import ModelError, resolve_adapter, resolve_checkpoint, resolve_model
 from tests.support.reference_model import make_model
 
 

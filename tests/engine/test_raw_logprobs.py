@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.engine_errors import AdmissionError
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import AdmissionError
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution
 from tests.support.responses import PROMPT, PROMPTS, accepted_share, check_likely_tokens, tokens_of

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from rollout_api.arrays import routed_experts_array
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
-from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.engine_errors import AdmissionError, EngineError
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.response import GenerationResult, routed_experts_of
-from rollout_worker.history.store import HistoryStore
 from tests.support.engines import USES_V2, EngineHarness, engine_config, needs_v2
 from tests.support.reference_model import EOS, LoopThread, make_model, small_qwen3_moe
 from tests.support.responses import PROMPTS, WITHOUT_EOS, accepted_share, prefix_of, tokens_of

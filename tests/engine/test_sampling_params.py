@@ -1,13 +1,22 @@
-"""vLLM's sampling parameters and the drafting settings of a request; without an engine."""
+"""Requests without an engine: vLLM's sampling parameters, drafting settings, and what is rejected."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+from vllm.v1.sample import rejection_sampler
+
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.compat import patch_sampling_without_drafts
+from rollout_api.protocol.messages import Partial, WeightSpan
+from rollout_store.job.admission_rules import can_continue, check_admission
+from rollout_store.job.engine_errors import AdmissionError
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids, vllm_sampling_params
+from rollout_worker.engine.vllm_patches import patch_draft_sampling, patch_sampling_without_drafts
+
+PREFIX = Partial(token_ids=[1, 2, 3], weight_spans=[WeightSpan(start=0, weight_version=0)])
+EMPTY_PREFIX = Partial(token_ids=[], weight_spans=[])
 
 
 def test_end_tokens_are_those_of_the_request_and_of_the_model() -> None:
@@ -65,3 +74,65 @@ def test_a_step_without_drafts_uses_the_ordinary_sampler() -> None:
     for metadata in (with_drafts, without, None):
         runner._sample(None, metadata)
     assert [with_drafts, None, None] == received
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"min_p": 0.1}, "sampling.minP"), ({"logit_bias": {1: 2.0}}, "sampling.logitBias")],
+)
+def test_settings_that_vllm_does_not_support_with_speculation_are_rejected_by_name(
+    settings: dict[str, object], name: str
+) -> None:
+    sampling = Sampling.model_validate(settings)
+    with pytest.raises(AdmissionError, match=name):
+        check_admission(sampling, 10, max_model_len=2048, speculative=True)
+    check_admission(sampling, 10, max_model_len=2048, speculative=False)
+
+
+def test_a_request_that_is_too_long_is_rejected_with_its_numbers() -> None:
+    sampling = Sampling(max_tokens=100)
+    check_admission(sampling, 28, max_model_len=128, speculative=True)
+    with pytest.raises(AdmissionError, match=r"29 tokens .* 100 .* 128"):
+        check_admission(sampling, 29, max_model_len=128, speculative=True)
+
+
+@pytest.mark.parametrize("settings", [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}])
+def test_a_prefix_that_would_change_the_output_distribution_is_rejected(settings: dict[str, object]) -> None:
+    sampling = Sampling.model_validate(settings)
+    assert not can_continue(sampling)
+    with pytest.raises(AdmissionError, match="prefix"):
+        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+    check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
+
+
+def test_a_prefix_without_log_probabilities_is_rejected_if_they_are_requested() -> None:
+    sampling = Sampling(logprobs=True)
+    assert can_continue(sampling)
+    with pytest.raises(AdmissionError, match=r"log-probabilities of the prefix"):
+        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+    check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
+
+
+def test_a_prefix_without_likely_tokens_is_rejected_if_they_are_requested() -> None:
+    prefix = Partial(token_ids=[1, 2, 3], logprobs=[-1.0] * 3, weight_spans=PREFIX.weight_spans)
+    with pytest.raises(AdmissionError, match=r"top_logprobs of the prefix"):
+        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=prefix)
+    with pytest.raises(AdmissionError, match=r"log-probabilities of the prefix"):
+        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+
+
+def test_a_prefix_longer_than_the_response_is_rejected() -> None:
+    check_admission(Sampling(max_tokens=3), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+    with pytest.raises(AdmissionError, match=r"3 tokens exceeds sampling\.maxTokens 2"):
+        check_admission(Sampling(max_tokens=2), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+
+
+def raise_on_cpu_tensors(*_: object, **__: object) -> None:
+    """Do what the launch of a Triton kernel does with tensors that are not on the GPU."""
+    raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+
+def test_the_kernel_of_gpus_is_not_called_with_tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", raise_on_cpu_tensors)
+    assert not patch_draft_sampling("cuda")
+    assert rejection_sampler.expand_batch_to_tokens is raise_on_cpu_tensors

@@ -15,7 +15,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import decode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
-from rollout_worker.engine.stop_strings import StopStrings, token_decoder
+from rollout_worker.engine.sampling_params import StopStrings, token_decoder
 from tests.support.engines import EngineHarness
 from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, prefix_of
 
@@ -99,42 +99,6 @@ def test_a_prefix_may_contain_a_stop_string_before_its_last_token() -> None:
 # With engines
 
 
-def update_of_vllm_0_26(detokenizer: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-    """Do what ``BaseIncrementalDetokenizer.update`` of vLLM 0.26 does.
-
-    It stops at the first stop string of the list that occurs in the new text, even if another one occurs before it,
-    and keeps all new tokens.
-    """
-    if not new_token_ids:
-        return None
-    skipped = new_token_ids[-1:] if stop_terminated else []
-    start = len(detokenizer.output_text)
-    for token in new_token_ids[: len(new_token_ids) - len(skipped)]:
-        detokenizer.token_ids.append(token)
-        detokenizer.output_text += detokenizer.decode_next(token)
-        if detokenizer.min_tokens and detokenizer.num_output_tokens() <= detokenizer.min_tokens:
-            start = len(detokenizer.output_text)
-    detokenizer.token_ids += skipped
-    new_characters = len(detokenizer.output_text) - start
-    if not new_characters or detokenizer.num_output_tokens() <= detokenizer.min_tokens:
-        return None
-    for string in detokenizer.stop:
-        found = detokenizer.output_text.find(string, 1 - new_characters - len(string))
-        if found >= 0:
-            detokenizer.output_text = detokenizer.output_text[:found]
-            return str(string)
-    return None
-
-
-@pytest.fixture(params=["installed", "0.26"])
-def vllm_version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM as it is installed, or with the treatment of stop strings of 0.26, which runs in this process."""
-    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
-
-    if request.param == "0.26":
-        monkeypatch.setattr(BaseIncrementalDetokenizer, "update", update_of_vllm_0_26)
-
-
 @pytest.fixture(scope="module", params=["plain_engine", "drafting_engine"])
 def engine(request: pytest.FixtureRequest) -> EngineHarness:
     """An engine that drafts all of :func:`whole_responses` correctly, and one without drafts."""
@@ -157,7 +121,6 @@ def texts(tokens: Sequence[int]) -> list[str]:
     return [f"w{token}" if number == 0 else f" w{token}" for number, token in enumerate(tokens)]
 
 
-@pytest.mark.usefixtures("vllm_version")
 @pytest.mark.parametrize("min_tokens", [0, 11])
 def test_the_first_stop_string_ends_a_response(engine: EngineHarness, min_tokens: int) -> None:
     requests, expected = [], []
@@ -186,7 +149,6 @@ def test_the_first_stop_string_ends_a_response(engine: EngineHarness, min_tokens
         assert accepted_share(results) > 0.2
 
 
-@pytest.mark.usefixtures("vllm_version")
 @pytest.mark.parametrize("interval", [0, 16])
 def test_a_continued_response_ends_with_a_stop_string_that_begins_in_its_prefix(
     engine: EngineHarness, interval: int
@@ -232,7 +194,6 @@ def test_a_continued_response_ends_with_a_stop_string_that_begins_in_its_prefix(
     assert 0 == engine.engine.counters.running
 
 
-@pytest.mark.usefixtures("vllm_version")
 def test_a_stop_string_in_the_last_token_has_precedence_over_the_length(engine: EngineHarness) -> None:
     whole = whole_responses(engine)[0]
     for stop, max_tokens in ((f"w{whole.token_ids[29]}", 30), ("never", 30)):

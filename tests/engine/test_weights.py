@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
+from rollout_store.job.engine_errors import EngineError
 from rollout_worker.engine import weight_loading
 from rollout_worker.engine.checkpoint_check import check_checkpoint
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.response import GenerationResult
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
@@ -203,26 +203,6 @@ def test_preempted_responses_end_before_drained_weights_are_loaded(
     assert update.preemptions
     assert [OLD_SPANS] * 8 == [result.weight_spans for result in update.results]
     small_cache_engine.loop.run(small_cache_engine.engine.load_weights(tied_models[0], 0))
-
-
-def test_weight_spans_are_correct_without_vllms_labels(
-    engine: EngineHarness,
-    reference: ReferenceDistribution,
-    other: Path,
-    other_reference: ReferenceDistribution,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine.engine.weight_versions, "uses_labels", False)
-    for result in engine.loop.run(update_while_running(engine, other, UpdateMode.RECOMPUTE, 4)).results:
-        old, new = result.weight_spans
-        assert (0, NEW_VERSION) == (old.weight_version, new.weight_version)
-        assert result.logprobs is not None
-        by_old, by_new = (
-            distribution.errors(LONG_PROMPT, result.token_ids, result.logprobs, LONG)
-            for distribution in (reference, other_reference)
-        )
-        assert by_old[: new.start].max() < MAX_LOGPROB_ERROR
-        assert by_new[new.start :].max() < MAX_LOGPROB_ERROR
 
 
 def truncate_file(directory: Path) -> None:

@@ -17,9 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Environment
-from rollout_worker.environment import process
-from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
-from rollout_worker.environment.supervisor import MAX_IN_FLIGHT, EnvironmentSupervisor
+from rollout_head.environment import process
+from rollout_head.environment.supervisor import (
+    MAX_IN_FLIGHT,
+    EnvironmentCallError,
+    EnvironmentErrorType,
+    EnvironmentLoadError,
+    EnvironmentSupervisor,
+)
 from tests.support.waiting import wait_for
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
@@ -151,7 +156,7 @@ def test_the_process_ends_with_the_job_although_it_has_unread_calls(tmp_path: Pa
     program = (
         "import time\n"
         "from rollout_api.manifest.spec import Environment\n"
-        "from rollout_worker.environment.supervisor import EnvironmentSupervisor\n"
+        "from rollout_head.environment.supervisor import EnvironmentSupervisor\n"
         f"args = {{'actions': ['hang'], 'calls': {str(file)!r}}}\n"
         "supervisor = EnvironmentSupervisor(Environment(entry_point='scripted:make', args=args))\n"
         "supervisor.load()\n"

@@ -15,7 +15,7 @@ from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.archive import (
+from rollout_store.history.archive import (
     ArchiveError,
     ExportResult,
     Header,
@@ -24,11 +24,10 @@ from rollout_worker.history.archive import (
     import_history,
     read_contents,
 )
-from rollout_worker.history.blocks import START
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore, UnknownHistoryError
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import HistoryMismatchError
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import HistoryStore, UnknownHistoryError
 from tests.support.redis_servers import Cluster, Server
 
 KEYS, COPY = HistoryKeys("default", "math"), HistoryKeys("team", "copy")

@@ -13,13 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Call, Function, run
-from rollout_worker.history.blocks import START
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.records import HistoryRecord, decode_records
-from rollout_worker.history.store import AppendResult, HistoryStore
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.records import START, HistoryRecord, decode_records
+from rollout_store.history.store import AppendResult, HistoryStore
 
 KEYS = HistoryKeys("default", "math")
-COMPACT = Function("rollout_worker.history.maintenance", "compact")
+COMPACT = Function("rollout_store.history.maintenance", "compact")
 WINDOW = 3
 
 

@@ -17,15 +17,13 @@ from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.retry import retry
+from rollout_store.history.maintenance.maintainer import HistoryMaintainer, new_lease_token
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import HistoryMismatchError, list_histories
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import AppendResult, HistoryStore
+from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.blocks import START
-from rollout_worker.history.maintenance.lease import new_lease_token
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.metadata import HistoryMismatchError, list_histories
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import AppendResult, HistoryStore
-from rollout_worker.history.sync import HistorySync
 from tests.support.recording_sink import name, names
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 from tests.support.waiting import wait_for

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.history.maintenance.eviction import ProblemSize, generations_to_keep
+from rollout_store.history.maintenance.planner import ProblemSize, generations_to_keep
 
 SIZES = st.lists(st.builds(ProblemSize, st.integers(0, 10**6), st.integers(1, 20)), max_size=30)
 FRACTIONS = st.floats(0, 1.5)

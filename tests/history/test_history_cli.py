@@ -26,11 +26,11 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
-from rollout_worker.history.metadata import list_histories
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history_service.cli import app
-from rollout_worker.history_service.histograms import bin_edges, length_shares
+from rollout_store.history.metadata import list_histories
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.history_service.cli import app
+from rollout_store.history_service.views import bin_edges, length_shares
 from tests.support.history_contents import KEYS, OTHER
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
@@ -307,7 +307,7 @@ def test_url_is_read_from_the_environment(redis_url: str, store: HistoryStore) -
 
 def test_command_does_not_import_ray_or_vllm() -> None:
     program = (
-        "import sys, rollout_worker.history_service.cli\n"
+        "import sys, rollout_store.history_service.cli\n"
         "print([name for name in ('ray', 'vllm', 'torch', 'transformers', 'kubernetes') if name in sys.modules])"
     )
     assert "[]\n" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
@@ -328,7 +328,7 @@ def served(running: Server, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
     port = free_port()
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_worker.history_service.cli", "serve", "--port", str(port)],
+            [sys.executable, "-m", "rollout_store.history_service.cli", "serve", "--port", str(port)],
             env={**os.environ, "ROLLOUT_HISTORY_REDIS_URL": running.url},
             stderr=log,
         )

@@ -14,10 +14,10 @@ import pytest
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys
 from rollout_api.redis_client.connection import connect_history
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.metadata import list_histories
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history_service.service import HistoryService
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import list_histories
+from rollout_store.history.store import HistoryStore
+from rollout_store.history_service.service import HistoryService
 from tests.support.history_contents import KEYS, OTHER, WINDOW, age_history, fill, open_history, problem_ids
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for

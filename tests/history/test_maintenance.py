@@ -17,13 +17,12 @@ import redis
 from rollout_api.protocol.keys import HISTORY_NAMES
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.blocks import START
-from rollout_worker.history.limits import COMPACTION_DELAY_S, MAX_KNOWN_VERSIONS
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.maintenance.thread import MaintenanceThread
-from rollout_worker.history.metadata import VERSION_FIELD_PREFIX, list_histories
-from rollout_worker.history.store import HistoryStore
+from rollout_store.history.maintenance.maintainer import HistoryMaintainer, MaintenanceThread
+from rollout_store.history.maintenance.planner import COMPACTION_DELAY_S
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import MAX_KNOWN_VERSIONS, VERSION_FIELD_PREFIX, list_histories
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
 from tests.support.history_contents import (
     KEYS,
     OTHER,
@@ -399,7 +398,7 @@ def test_maintainer_continues_where_a_killed_one_stopped(redis_url: str, server:
     program = (
         "import sys; from rollout_api.protocol.keys import HistoryKeys\n"
         "from rollout_api.redis_client.connection import connect_history\n"
-        "from rollout_worker.history.maintenance.maintainer import HistoryMaintainer\n"
+        "from rollout_store.history.maintenance.maintainer import HistoryMaintainer\n"
         "HistoryMaintainer(connect_history(sys.argv[1]), HistoryKeys('default', 'math'), token='killed').run_once()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, redis_url])

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_api.redis_client.connection import connect_history
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.token_texts import _texts, load_decoder
-from rollout_worker.history_service.cli import app
-from rollout_worker.history_service.rollout_view import (
+from rollout_store.history.contents import _texts, load_decoder
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.history_service.cli import app
+from rollout_store.history_service.views import (
     MAX_SHOWN_TOKENS,
     compare_rollouts,
     differing_tokens,

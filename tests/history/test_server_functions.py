@@ -18,7 +18,7 @@ from rollout_api.redis_client.server_functions import Call, Function, run, run_a
 from tests.support.redis_servers import Cluster, Server
 from tests.support.waiting import wait_for
 
-PUBLISH = Function("rollout_worker.history", "publish")
+PUBLISH = Function("rollout_store.history", "publish")
 
 
 def publish(*keys: str) -> list[Call]:

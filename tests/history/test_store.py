@@ -14,13 +14,16 @@ import redis
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import pack_entry, rollout_key
 from rollout_api.redis_client.connection import connect_history
-from rollout_worker.history.blocks import START
-from rollout_worker.history.length_lookup import NO_LENGTH_STATS, LengthLookup
-from rollout_worker.history.limits import LENGTH_LOOKUP_RETENTION_S
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import AppendResult, HistoryStore
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.metadata import HistoryMismatchError
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import (
+    LENGTH_LOOKUP_RETENTION_S,
+    NO_LENGTH_STATS,
+    AppendResult,
+    HistoryStore,
+    LengthLookup,
+)
 
 KEYS = HistoryKeys("default", "math")
 

@@ -16,14 +16,13 @@ import redis
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect, connect_history
+from rollout_store.history.maintenance.maintainer import HistoryMaintainer
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore, encode_drafter_state
+from rollout_store.history.sync import HistorySink, HistorySync
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.drafter_state import encode_drafter_state
-from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.sync import HistorySink, HistorySync
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.recording_sink import RecordingSink, name, names
 from tests.support.waiting import wait_for
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.history.window import next_age_limit, oldest_kept
+from rollout_store.history.window import next_age_limit, oldest_kept
 
 Counts = Mapping[int, tuple[float, float]]
 

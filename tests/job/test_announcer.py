@@ -14,11 +14,11 @@ import numpy as np
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.metadata import HistoryMetadata
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.sync import HistorySync
-from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
+from rollout_store.history.metadata import HistoryMetadata
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.history.sync import HistorySync
+from rollout_worker.engine_worker.announcer import HistoryAnnouncer
 from tests.support.recording_sink import RecordingSink
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for_async

@@ -17,12 +17,11 @@ from rollout_api.bundle.archive import read_archive
 from rollout_api.ports import free_port
 from rollout_api.protocol.dead_letters import add_dead_letter
 from rollout_api.protocol.exit_codes import EXIT_STATE
-from rollout_worker.cli.main import app
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.recorded_manifest import record_manifest
-from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
-from rollout_worker.launch.services import JobServices
-from rollout_worker.report.recording_file import load_recording
+from rollout_head.child_services import JobServices
+from rollout_store.job.setup import JobSetup
+from rollout_tools.cli.main import app
+from rollout_tools.launch.job_state import RecordedRedis, record_manifest, record_redis
+from rollout_tools.report.recording import load_recording
 from tests.support.waiting import wait_for
 
 MANIFEST = {

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rollout_api.protocol import exit_codes
 from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_STATE
 from rollout_api.status_token import TOKEN_VARIABLE
-from rollout_worker.cli.main import app, run_until_terminated
+from rollout_tools.cli.main import app, run_until_terminated
 from tests.support.random_policies import TASKS, make_policies
 
 MANIFEST: dict[str, Any] = {

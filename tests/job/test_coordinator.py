@@ -23,16 +23,13 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
-    Broadcast,
     Cancel,
     FinishReason,
-    JoinGroup,
+    InitWeightTransfer,
     Message,
     Partial,
-    Refusal,
     Rollout,
     RolloutRequest,
-    TensorSpec,
     WeightSpan,
     WeightUpdate,
     decode,
@@ -40,17 +37,18 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.canaries import CanaryTest
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.coordinator.status import StatusBoard
-from rollout_worker.job.coordinator.status_server import StatusServer
-from rollout_worker.job.job_store import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
-from rollout_worker.job.job_store.assignments import Assignment
-from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.limits import CoordinatorLimits
-from rollout_worker.policy.canary import canary_sample
+from rollout_head.coordinator import Coordinator
+from rollout_head.coordinator.canaries import CanaryTest
+from rollout_head.coordinator.status import StatusBoard
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
+from rollout_store.job.assignments import Assignment
+from rollout_store.job.canary import canary_sample
+from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.limits import CoordinatorLimits
 from tests.support.in_process_job import manifest
+from tests.support.results_in_redis import kept_rollouts, num_kept, refusals
 from tests.support.waiting import wait_for_async
 
 JOB = MessageKeys("uid")
@@ -85,12 +83,11 @@ class CoordinatorHarness:
             pipeline.xadd(stream, {MESSAGE_FIELD: encode(message)})
         pipeline.execute()
 
-    def replies(self) -> list[Message]:
-        entries: Any = self.redis.xrange(JOB.results("trainer"))
-        return [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
+    def refusals(self) -> dict[str, str]:
+        return refusals(self.redis, JOB)
 
     def rollouts(self) -> list[Rollout]:
-        return [reply for reply in self.replies() if isinstance(reply, Rollout)]
+        return kept_rollouts(self.redis, JOB)
 
     async def inbox(self, engine: str, count: int) -> list[Order]:
         """Wait until an engine has at least *count* orders, and return them."""
@@ -249,9 +246,9 @@ def test_unknown_tokens_are_refused_before_any_engine_receives_them(run: Run) ->
             job.send(JOB.requests, *(request(name, **fields) for name, fields in invalid.items()), request("valid"))
             [order] = await job.inbox(engine, 1)
             assert order.assignment is not None and "valid" == order.assignment.request_id
-            refusals = await wait_for_async(job.replies)
-        assert list(invalid) == [refusal.request_id for refusal in refusals if isinstance(refusal, Refusal)]
-        assert all(f"{VOCABULARY} is not a token of the model" in refusal.reason for refusal in refusals)
+            await wait_for_async(lambda: len(job.refusals()) == len(invalid))
+        assert set(invalid) == job.refusals().keys()
+        assert all(f"{VOCABULARY} is not a token of the model" in reason for reason in job.refusals().values())
 
     run(scenario)
 
@@ -276,13 +273,13 @@ def test_every_client_gets_the_kept_rollouts_of_a_request(run: Run) -> None:
             expected, found = await asyncio.gather(*calls)
             # A repetition that arrives after the answer is refused, but the rollouts are still kept.
             job.send(JOB.requests, asked)
-            kept = JOB.kept(asked.request_id)
-            await wait_for_async(lambda: job.redis.hexists(kept, "refusal"))
+            kept = JOB.results(asked.request_id)
+            await wait_for_async(lambda: asked.request_id in job.refusals())
             again = await second.rollouts(prompt, request_id="r")
         assert expected == found == again
         assert [0, 1] == [int(rollout.rollout_id.split("/")[2]) for rollout in expected]
         assert 0 < job.redis.ttl(kept) <= (asked.keep_seconds or 0)
-        assert not job.redis.exists(JOB.results(asked.reply_to))
+        assert not job.redis.exists(JOB.unreleased(asked.reply_to))
 
     run(scenario)
 
@@ -292,14 +289,14 @@ def test_a_request_whose_rollouts_would_be_kept_can_be_refused_or_cancelled(run:
         async with job.coordinator():
             unknown = {"allowed_token_ids": [VOCABULARY]}
             job.send(JOB.requests, request("refused", keep_seconds=60, sampling=unknown))
-            refusal = await wait_for_async(lambda: job.redis.hget(JOB.kept("refused"), "refusal"))
-            assert "is not a token of the model" in getattr(decode(refusal), "reason", "")
+            await wait_for_async(job.refusals)
+            assert "is not a token of the model" in job.refusals()["refused"]
             job.send(JOB.requests, request("cancelled", keep_seconds=60))
             await wait_for_async(lambda: job.redis.exists(JOB.ledger("cancelled")))
             job.send(JOB.control, Cancel(request_ids=["cancelled"]))
-            rollout = await wait_for_async(lambda: job.redis.hget(JOB.kept("cancelled"), "0"))
+            rollout = await wait_for_async(lambda: job.redis.hget(JOB.results("cancelled"), "0"))
             assert FinishReason.CANCELLED == getattr(decode(rollout), "finish_reason", "")
-        updates: Any = job.redis.xrange(JOB.kept_updates)
+        updates: Any = job.redis.xrange(JOB.result_updates("trainer"))
         assert [b"refused", b"cancelled"] == [fields[b"r"] for _, fields in updates]
 
     run(scenario)
@@ -341,7 +338,7 @@ def test_a_new_coordinator_cancels_what_the_last_one_could_not(run: Run) -> None
 
 def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        names = [f"r{number}" for number in range(300)]
+        names = [f"r{number}" for number in range(100)]
         async with job.coordinator(manifest(queue={"maxRollouts": 100_000})):
             job.send(JOB.requests, *(request(name, n=64) for name in names))
             await wait_for_async(lambda: job.redis.hlen(JOB.ledger(names[-1])))
@@ -350,8 +347,8 @@ def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run
             await wait_for_async(lambda: job.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
             async with job.engine("a") as engine:
                 [order] = await job.inbox(engine, 1)
-                assert job.redis.xlen(JOB.results("trainer")) < 300 * 64
-            await wait_for_async(lambda: job.redis.xlen(JOB.results("trainer")) == 300 * 64)
+                assert num_kept(job.redis, JOB) < 100 * 64
+            await wait_for_async(lambda: num_kept(job.redis, JOB) == 100 * 64)
         assert order.assignment is not None and "kept" == order.assignment.request_id
         assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in job.rollouts()}
 
@@ -447,37 +444,33 @@ def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: 
     run(scenario)
 
 
-def test_engines_are_told_once_that_no_engine_has_the_weights_that_they_have_missed(run: Run) -> None:
-    offer = Broadcast(
-        group="g", ranks={"gone": 1}, world_size=2, tensors=[TensorSpec(name="x", dtype="float32", shape=[1])]
-    )
-    update = WeightUpdate(weight_version=1, uri="gloo://trainer:1", broadcast=offer)
-
+def test_an_engine_that_has_missed_weights_gets_rollouts_only_if_no_other_engine_has_them(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        job.send(JOB.control, update)
-        async with job.coordinator(), job.engine("a", broadcast="gloo", missed=1) as a:
-            await job.inbox(a, 1)
-            await asyncio.sleep(3 * FAST.reconcile_interval_s)
-            orders = await job.inbox(a, 1)
-        told = [order for order in orders if order.kind is not OrderKind.UPDATE_WEIGHTS]
-        assert [(OrderKind.KEEP_WEIGHTS, 1)] == [(order.kind, order.weight_version) for order in told]
+        async with job.coordinator(), job.engine("late", missed=1):
+            async with job.engine("a", full_version=1, version=1) as a:
+                await wait_for_async(lambda: job.redis.hlen(JOB.engines) == 2)
+                job.send(JOB.requests, request("first", n=2))
+                assert {"first"} == {order.request_id for order in await job.inbox(a, 2)}
+                assert [] == await job.job_store.assignments.inbox("late")
+            job.send(JOB.requests, request("second", n=1))
+            assert "second" in {order.request_id for order in await job.inbox("late", 1)}
 
     run(scenario)
 
 
-def test_members_of_a_transfer_group_are_told_to_join_even_if_they_are_discovered_later(run: Run) -> None:
+def test_members_of_a_trainers_group_are_told_to_join_even_if_they_are_discovered_later(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        group = JoinGroup(group="g", uri="gloo://127.0.0.1:1", members={"a": 1, "b": 2, "c": 3}, world_size=4)
+        group = InitWeightTransfer(group="g", engines={"a": 1, "b": 2, "c": 3}, init_info={"world_size": 4})
         async with job.engine("a"), job.engine("others"), job.coordinator():
             job.send(JOB.control, group)
             [order] = await job.inbox("a", 1)
-            assert order.kind is OrderKind.JOIN_GROUP
+            assert order.kind is OrderKind.INIT_TRANSFER
             assert group == await job.job_store.job.transfer_group()
             async with job.engine("b"):
                 [order] = await job.inbox("b", 1)
-            assert order.kind is OrderKind.JOIN_GROUP
+            assert order.kind is OrderKind.INIT_TRANSFER
             assert [] == await job.job_store.assignments.inbox("others")
-            async with job.engine("c", group="g"):  # it has joined before
+            async with job.engine("c", transfer_group="g"):  # it has joined before
                 job.send(JOB.control, WeightUpdate(weight_version=1, uri="/one"))
                 [order] = await job.inbox("c", 1)
             assert order.kind is OrderKind.UPDATE_WEIGHTS
@@ -555,45 +548,8 @@ def test_a_prefix_that_is_too_old_is_refused(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator():
             job.send(JOB.requests, request("r", min_weight_version=1, prefix=partial(3)))
-            [refusal] = await wait_for_async(job.replies)
-            assert isinstance(refusal, Refusal)
-            assert "min_weight_version is 1, but the prefix was sampled with version 0" in refusal.reason
-
-    run(scenario)
-
-
-def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run) -> None:
-    async def scenario(job: CoordinatorHarness) -> None:
-        # A step takes one second per rollout.
-        slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
-        bound = request("bound", n=2, sampling={"presence_penalty": 0.5, "max_tokens": 400})
-        async with job.coordinator() as coordinator, job.engine("a", max_running=16, counters=slow) as a:
-            job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), bound)
-            await job.inbox(a, 8)
-            async with job.engine("b", max_running=16, counters=slow):
-
-                async def migrations() -> list[Order]:
-                    orders = await job.job_store.assignments.inbox(a)
-                    return [order for order in orders if order.kind is OrderKind.MIGRATE]
-
-                migrating = await wait_for_async(migrations)
-                # About half of the rollouts migrate, and none that cannot continue from a partial.
-                assert {"r"} == {order.request_id for order in migrating}
-                assert 3 <= len(migrating) <= 5
-                migrated = migrating[0].assignment
-                assert migrated is not None
-                (order,) = [
-                    order
-                    for order in await job.job_store.assignments.inbox(a)
-                    if order.kind is OrderKind.SAMPLE
-                    and order.assignment is not None
-                    and order.assignment.key == migrated.key
-                ]
-                await job.job_store.assignments.return_assignment(a, order.order_id, migrated, "migrated")
-                (taken,) = await job.inbox("b", 1)
-                assert taken.assignment is not None
-                assert (migrated.key, True) == (taken.assignment.key, taken.assignment.resumed)
-                await wait_for_async(lambda: (coordinator.board.last or {}).get("migrated") == len(migrating))
+            await wait_for_async(job.refusals)
+            assert "min_weight_version is 1, but the prefix was sampled with version 0" in job.refusals()["r"]
 
     run(scenario)
 

@@ -15,12 +15,12 @@ import pytest
 import redis
 
 from rollout_api.redis_client.checks import RedisUnusableError
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 lock = os.open(sys.argv[1] + "/lock", os.O_CREAT | os.O_RDWR)
 import fcntl; fcntl.flock(lock, fcntl.LOCK_EX)
 print(EmbeddedRedis(Path(sys.argv[1]), keep_open=lock).start(), flush=True)

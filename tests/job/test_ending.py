@@ -12,11 +12,11 @@ from rollout_api.errors import JobEndedError
 from rollout_api.protocol.keys import job_uid_key
 from rollout_api.protocol.messages import encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
-from rollout_worker.history.maintenance.operations import MaintenanceOperations
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.ending import EndState, end_job
-from rollout_worker.job.limits import JOB_RETENTION_S
+from rollout_head.ending import EndState, end_job
+from rollout_store.history.maintenance.run import MaintenanceOperations
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.limits import JOB_RETENTION_S
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 
 NAME = "default/math"

@@ -13,10 +13,9 @@ import redis
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
-from rollout_worker.job.job_store.engines import EngineReport
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.launch.engine_watcher import EngineWatcher
-from rollout_worker.launch.limits import ENGINE_POLL_INTERVAL_S
+from rollout_store.job.engines import EngineReport
+from rollout_store.job.launcher import LauncherStore
+from rollout_worker.engine_worker.engines import ENGINE_POLL_INTERVAL_S, EngineWatcher
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
 

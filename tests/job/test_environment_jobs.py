@@ -16,8 +16,8 @@ import redis
 import yaml
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
@@ -56,7 +56,7 @@ class EnvironmentJob:
     def start(self) -> subprocess.Popen[str]:
         file = self._directory / "job.yaml"
         file.write_text(yaml.safe_dump(self.manifest))
-        command = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(file), "--no-compare"]
+        command = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(file), "--no-compare"]
         command += ["--redis", self._url, "--state-dir", str(self._directory / "state")]
         command += ["--json", str(self._directory / "report.json")]
         environ = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "HF_HUB_OFFLINE": "1"}

@@ -10,8 +10,8 @@ import pytest
 
 from rollout_api import ManifestError
 from rollout_api.manifest.spec import Environment
-from rollout_worker.cli.manifest_file import read_manifest
-from rollout_worker.job.dataset.environment_source import LoadedSource, load_environment
+from rollout_head.dataset.problems import LoadedSource, load_environment
+from rollout_tools.cli.job_address import read_manifest
 from tests.support.random_policies import make_policies
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"

@@ -17,11 +17,11 @@ import psutil
 import pytest
 import ray
 
-from rollout_worker.job import fleet as fleet_module
-from rollout_worker.job.fleet import EngineState, Fleet
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
+from rollout_store.job import JobStore
+from rollout_store.job.setup import JobSetup
+from rollout_worker.engine_worker import fleet as fleet_module
+from rollout_worker.engine_worker.fleet import EngineState, Fleet
+from rollout_worker.engine_worker.local_ray import start_local_ray, stop_local_ray
 from tests.support.waiting import wait_for
 
 MANIFEST = {

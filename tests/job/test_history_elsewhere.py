@@ -18,10 +18,10 @@ from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.messages import encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.launch.worker import warn_if_unusable
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.engine_worker.worker_process import warn_if_unusable
 from tests.support.job_messages import JOB, request, rollout
 
 HISTORY = HistoryKeys("default", "shared")
@@ -62,7 +62,7 @@ def end(directory: Path, redis_url: str, *options: str, **history: Any) -> subpr
     }
     file = directory / "job.yaml"
     file.write_text(yaml.safe_dump(manifest))
-    command = [sys.executable, "-m", "rollout_worker.cli", "end", "-f", str(file), "--uid", JOB.uid, *options]
+    command = [sys.executable, "-m", "rollout_tools.cli", "end", "-f", str(file), "--uid", JOB.uid, *options]
     return subprocess.run(command, env={**os.environ, "ROLLOUT_REDIS_URL": redis_url}, capture_output=True, text=True)
 
 

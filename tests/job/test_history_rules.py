@@ -14,15 +14,15 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
 from rollout_api.redis_client.connection import connect
+from rollout_head.ending import end_job
+from rollout_head.relay import Relay
+from rollout_store.history.metadata import HistoryMismatchError
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.history.sync import HistorySync
+from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.setup import JobSetup
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.blocks import START
-from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.sync import HistorySync
-from rollout_worker.job.ending import end_job
-from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.relay import Relay
-from rollout_worker.job.setup import JobSetup
 from tests.support.recording_sink import names
 
 WINDOW = 4

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_worker.cli.job_problems import missing_coordinator, problems, problems_of_ended_job
-from rollout_worker.job.job_store import EngineReport
+from rollout_store.job import EngineReport
+from rollout_tools.cli.job_status import missing_coordinator, problems, problems_of_ended_job
 from tests.support.status_boards import status_board
 
 
@@ -33,7 +33,11 @@ def test_a_healthy_job_has_no_problems() -> None:
         ({"engines_lost": 2}, "2 engines were lost", "rollout logs"),
         ({"distribution_drift": True}, "changes the output distribution", "speculation.policy"),
         ({"unverified": ["engine-0"]}, "does not verify the drafts that are proposed on engine-0", "warnings"),
-        ({"slow_clients": ["t"], "unread": {"t": 9}}, "t has not read 9 results", "read its results"),
+        (
+            {"slow_clients": ["t"], "unread_bytes": {"t": 9 * 2**20}},
+            "t has not read 9.0 MiB of results",
+            "read its results",
+        ),
         ({"dead_letters": 3}, "3 messages", "rollout:{uid}:dead-letters"),
         (
             {"environment_errors": {"timeout": {"count": 4, "problem": "p7", "message": "took 60 s"}}},

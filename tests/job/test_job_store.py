@@ -18,13 +18,14 @@ import redis.asyncio
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.messages import Partial, Rollout, RolloutRequest, WeightSpan, decode, encode
+from rollout_api.protocol.messages import Partial, RolloutRequest, WeightSpan, decode, encode
 from rollout_api.redis_client.connection import connect
-from rollout_api.redis_client.retry import retry_async
+from rollout_api.redis_client.server_functions import read_source
 from rollout_api.redis_client.wire import Wire
-from rollout_worker.history.blocks import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.job_store import (
+from rollout_head.relay import Relay
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import (
     Admission,
     Assignment,
     EngineReport,
@@ -33,10 +34,11 @@ from rollout_worker.job.job_store import (
     StaleCoordinatorError,
     Stream,
 )
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.job_store.rollouts import AppendedTokens
-from rollout_worker.job.relay import Relay
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.rollouts import AppendedTokens
 from tests.support.job_messages import HISTORY, JOB, request, rollout
+from tests.support.results_in_redis import kept_rollouts
+from tests.support.waiting import wait_for_async
 
 REPORT = EngineReport("engine-0", max_running=4)
 
@@ -60,9 +62,7 @@ class StoreHarness:
         return asyncio.run(run_work())
 
     def results(self, client: str = "trainer") -> list[str]:
-        entries: Any = self.redis.xrange(JOB.results(client))
-        messages = [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
-        return [message.rollout_id for message in messages if isinstance(message, Rollout)]
+        return [rollout.rollout_id for rollout in kept_rollouts(self.redis, JOB, client)]
 
     def in_history(self) -> list[str]:
         return [record.rollout_id for record in self.history.read({"p": START})["p"].records]
@@ -197,7 +197,7 @@ def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: St
         assert -1 == await append("b", later, 3, second)
         assert not await rollouts.finish(asked, rollout(asked, 0), engine="b", order=later)
         assert 0 == harness.redis.exists(JOB.tokens("r", 0))
-        assert 1 == harness.redis.hlen(JOB.kept("r"))
+        assert 1 == harness.redis.hlen(JOB.results("r"))
 
     harness.run(scenario)
 
@@ -211,7 +211,7 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assignments, engines = job_store.assignments, job_store.engines
         coordinator = await assignments.take_over()
         await job_store.requests.admit(entry_id, asked)
-        commands = [Order.cancel("x"), Order.send_weights("f", 7), Order.update_weights()]
+        commands = [Order.cancel("x"), Order.init_transfer(), Order.update_weights()]
         orders = [*map(Order.sample, assigned), *commands]
         assert not await assignments.send(coordinator, "e", orders)  # the engine has not registered
         assert not await engines.heartbeat("e", REPORT)
@@ -280,7 +280,9 @@ def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: Sto
     harness.run(scenario)
 
 
-def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: StoreHarness) -> None:
+def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(
+    harness: StoreHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = request()
 
     async def scenario(job_store: JobStore) -> None:
@@ -289,19 +291,10 @@ def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: 
         harness.redis.config_set("maxmemory", 1)
         try:
             with pytest.raises(redis.exceptions.OutOfMemoryError):
-                await job_store.rollouts.finish(asked, rollout(asked, 0))
+                await job_store.once.rollouts.finish(asked, rollout(asked, 0))
             assert await job_store.engines.heartbeat("e", REPORT)
-            refused = asyncio.Event()
-
-            async def finish() -> bool:
-                try:
-                    return await job_store.rollouts.finish(asked, rollout(asked, 0))
-                except redis.exceptions.OutOfMemoryError:
-                    refused.set()
-                    raise
-
-            waiting = asyncio.ensure_future(retry_async(finish))
-            await asyncio.wait_for(refused.wait(), 10)
+            waiting = asyncio.ensure_future(job_store.rollouts.finish(asked, rollout(asked, 0)))
+            await wait_for_async(lambda: "retrying until it is available" in caplog.text)
             assert not waiting.done()
         finally:
             harness.redis.config_set("maxmemory", 0)
@@ -312,23 +305,68 @@ def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: 
     assert 1 == harness.redis.xlen(JOB.outbox)
 
 
-def test_unread_results_are_counted(harness: StoreHarness) -> None:
+def test_unread_results_are_measured(harness: StoreHarness) -> None:
     asked = request(n=20)
-    results = JOB.results("trainer")
 
     async def scenario(job_store: JobStore) -> None:
-        assert (0, 0) == await job_store.results.unread("trainer")
+        assert [] == await job_store.results.unread_bytes([])
+        assert [0, 0] == await job_store.results.unread_bytes(["trainer", "other"])
         await job_store.requests.admit(harness.submit(asked), asked)
         for sample in range(20):
             await job_store.rollouts.finish(asked, rollout(asked, sample, length=1000))
-        unread = await job_store.results.unread("trainer")
-        assert 20 == unread.num_results
-        assert 20 * 8000 < unread.size_bytes < 20 * 16000
-        harness.redis.xgroup_create(results, "trainer", id="0")
-        harness.redis.xreadgroup("trainer", "trainer", {results: ">"}, count=15)
-        assert 5 == (await job_store.results.unread("trainer")).num_results
+        sizes = [len(harness.redis.hget(JOB.results("r"), str(sample)) or b"") for sample in range(20)]
+        assert [sum(sizes), 0] == await job_store.results.unread_bytes(["trainer", "other"])
+        harness.redis.hset(JOB.results_read, "trainer", sum(sizes[:15]))
+        assert [sum(sizes[15:])] == await job_store.results.unread_bytes(["trainer"])
+        updates: Any = [fields for _, fields in harness.redis.xrange(JOB.result_updates("trainer"))]
+        assert [b"%d" % sum(sizes[: number + 1]) for number in range(20)] == [fields[b"w"] for fields in updates]
+        assert [b"%d" % sample for sample in range(20)] == [fields[b"s"] for fields in updates]
 
     harness.run(scenario)
+
+
+def test_results_expire_or_are_kept_until_they_are_released(harness: StoreHarness) -> None:
+    expiring, kept = request("expiring", n=1, keep_seconds=60), request("kept", n=1)
+
+    async def scenario(job_store: JobStore) -> None:
+        for asked in (expiring, kept):
+            await job_store.requests.admit(harness.submit(asked), asked)
+            await job_store.rollouts.finish(asked, rollout(asked, 0))
+
+    harness.run(scenario)
+    assert 0 < harness.redis.ttl(JOB.results("expiring")) <= 60
+    assert -1 == harness.redis.ttl(JOB.results("kept"))
+    assert ["uid/kept/0/0"] == harness.results()
+
+
+def test_results_that_were_released_are_dropped(harness: StoreHarness) -> None:
+    asked, early = request(n=3), request("early", n=1)
+    both = [key for name in ("r", "early") for key in (JOB.ledger(name), JOB.results(name))]
+
+    async def scenario(job_store: JobStore) -> None:
+        first = harness.submit(asked)
+        await job_store.requests.admit(first, asked)
+        await job_store.rollouts.finish(asked, rollout(asked, 0))
+        release = harness.redis.register_script(read_source("rollout_api.client", "release"))
+        for deleted in (1, 0, 0):  # it does nothing for a job that is gone, and a repetition has no effect
+            release(keys=[JOB.job, JOB.unreleased("trainer"), *both], args=[60, "r", "early"])
+            assert deleted == len(harness.results())
+            harness.redis.hset(JOB.job, "state", "running")
+        assert [] == harness.results()
+        # The request is open until all its rollouts have ended, and a later coordinator cancels them.
+        assert Admission.KNOWN is await job_store.requests.admit(first, asked)
+        assert [(frozenset({0}), True)] == await job_store.requests.progress(["r"])
+        assert Admission.REPEATED is await job_store.requests.admit(harness.submit(asked), asked)
+        for sample in (1, 2):
+            assert await job_store.rollouts.finish(asked, rollout(asked, sample))
+        # One that the job had not admitted is never sampled.
+        assert Admission.REPEATED is await job_store.requests.admit(harness.submit(early), early)
+
+    harness.run(scenario)
+    assert [] == harness.results() == harness.redis.keys(JOB.results("*"))
+    assert 0 == harness.redis.xlen(JOB.requests)
+    assert 1 == harness.redis.xlen(JOB.result_updates("trainer"))
+    assert 0 < harness.redis.ttl(JOB.ledger("r")) and 0 < harness.redis.ttl(JOB.ledger("early"))
 
 
 REQUESTS, SAMPLES = 40, 5

@@ -12,11 +12,11 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
-from rollout_worker.job.engine_actor import EngineActor
-from rollout_worker.job.fleet import Fleet
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.worker import run_worker, shut_down_engines
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.setup import JobSetup
+from rollout_worker.engine_worker.engine_actor import EngineActor
+from rollout_worker.engine_worker.fleet import Fleet
+from rollout_worker.engine_worker.worker_process import run_worker, shut_down_engines
 from tests.support.waiting import wait_for
 
 JOB = MessageKeys("leaving")

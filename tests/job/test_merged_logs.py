@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.cli.merged_logs import JobLogs, LogLine
-from rollout_worker.launch.job_state import log_directory
-from rollout_worker.runtime.log_files import NUM_OLD_FILES, logging_to_file, rotating_handler
+from rollout_store.runtime.log_files import NUM_OLD_FILES, logging_to_file, rotating_handler
+from rollout_tools.cli.merged_logs import JobLogs, LogLine
+from rollout_tools.launch.job_state import log_directory
 
 
 def write(handler: logging.Handler, text: str, seconds: float = 0.0) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rollout_operator.job_context import JobContext
-from rollout_operator.pods import head_pod, prefetch_pod, worker_pod
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.pods import head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.protocol.exit_codes import EXIT_MODEL
@@ -48,7 +48,7 @@ class Prefetch:
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return subprocess.run(
-            [sys.executable, "-m", "rollout_worker.cli", "prefetch", "-f", str(self._directory / "job.yaml")],
+            [sys.executable, "-m", "rollout_tools.cli", "prefetch", "-f", str(self._directory / "job.yaml")],
             env={**inherited, **variables, "HF_ENDPOINT": hub},
             capture_output=True,
             text=True,

@@ -26,7 +26,7 @@ def source(**task: Any) -> DatasetSource:
 
 
 def test_the_same_source_always_gives_the_same_problems(tokenizer: Any) -> None:
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     first, second = (load_problems(source(problems=5), tokenizer) for _ in range(2))
     assert [p.problem_id for p in first] == [p.problem_id for p in second]
@@ -36,7 +36,7 @@ def test_the_same_source_always_gives_the_same_problems(tokenizer: Any) -> None:
 
 
 def test_the_prompt_is_the_question_in_the_models_chat_template(tokenizer: Any) -> None:
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     (problem,) = load_problems(source(problems=1), tokenizer)
     text = tokenizer.decode(problem.prompt_token_ids)
@@ -47,7 +47,7 @@ def test_the_prompt_is_the_question_in_the_models_chat_template(tokenizer: Any) 
 def test_rewards_are_the_generators_own(tokenizer: Any) -> None:
     import re
 
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     for problem in load_problems(source(problems=20), tokenizer):
         question = tokenizer.decode(problem.prompt_token_ids)
@@ -60,7 +60,7 @@ def test_rewards_are_the_generators_own(tokenizer: Any) -> None:
 
 
 def test_errors_name_the_field_of_a_wrong_generator_or_setting(tokenizer: Any) -> None:
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     wrong = DatasetSource.model_validate(
         {
@@ -79,7 +79,7 @@ def test_errors_name_the_field_of_a_wrong_generator_or_setting(tokenizer: Any) -
 
 
 def test_a_question_that_is_generated_twice_is_one_problem(tokenizer: Any) -> None:
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     few = DatasetSource.model_validate(
         {"tasks": [{"name": "t", "generator": "count_bits", "problems": 40, "config": {"min_n": 1, "max_n": 20}}]}
@@ -90,7 +90,7 @@ def test_a_question_that_is_generated_twice_is_one_problem(tokenizer: Any) -> No
 
 
 def test_an_answer_on_which_the_scorer_fails_gets_no_reward(tokenizer: Any) -> None:
-    from rollout_worker.job.dataset.problems import load_problems
+    from rollout_head.dataset.problems import load_problems
 
     odd = DatasetSource.model_validate({"tasks": [{"name": "t", "generator": "prime_factorization", "problems": 2}]})
     for problem in load_problems(odd, tokenizer):

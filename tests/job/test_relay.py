@@ -15,13 +15,13 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.relay import Relay
+from rollout_head.relay import Relay
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import JobStore
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
+from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for
 
 READS = ("xread", "xrange")
@@ -88,8 +88,7 @@ def test_the_end_of_a_later_turns_prompt_reaches_the_history_but_not_the_client(
         for turn, length in enumerate((90, 100, 3))
     ]
     harness.finish(*turns)
-    sent: Any = [fields for _, fields in harness.redis.xrange(JOB.results("trainer"))]
-    assert [{b"d": encode(rollout(asked, 0))} for asked in turns] == sent
+    assert [rollout(asked, 0) for asked in turns] == kept_rollouts(harness.redis, JOB)
     harness.relay.drain()
     assert [[], prompt[-64:], prompt[:3]] == [record.context.tolist() for record in harness.records()]
 

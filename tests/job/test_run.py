@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_worker.cli.main import app
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.report.recording_file import load_recording
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.ledger import LedgerEntry
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
+from rollout_tools.cli.main import app
+from rollout_tools.report.recording import load_recording
 from tests.support.acceptance import accepted_per_step
 from tests.support.browser import chromium, drawn_marks
 from tests.support.history_contents import rollout_ids_in
@@ -86,7 +86,7 @@ class CommandHarness:
     def start(self, *options: str) -> subprocess.Popen[str]:
         file = self._directory / "job.yaml"
         file.write_text(yaml.safe_dump(self.manifest))
-        command = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(file)]
+        command = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(file)]
         command += ["--state-dir", str(self._directory / "state"), "--model-cache", str(self._cache)]
         command += ["--json", str(self.report), *options, *(["--redis", self.url] if self.url else [])]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -96,7 +96,7 @@ class CommandHarness:
 
     def call(self, command: str, *options: str) -> Result:
         """Run another command for the only job of the state directory."""
-        line = [sys.executable, "-m", "rollout_worker.cli", command, *options]
+        line = [sys.executable, "-m", "rollout_tools.cli", command, *options]
         done = subprocess.run([*line, "--state-dir", str(self._directory / "state")], capture_output=True, text=True)
         return Result(done.returncode, done.stdout + done.stderr)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
-from rollout_worker.job.coordinator.version_bounds import VersionBounds
+from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
+from rollout_head.coordinator.version_bounds import VersionBounds
 
 NONE: frozenset[str] = frozenset()
 

@@ -14,10 +14,10 @@ import redis
 
 from rollout_api import RolloutClient
 from rollout_api.ports import free_port
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.job.services import Service
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.services import JobServices
+from rollout_head.child_services import JobServices
+from rollout_head.services import Service
+from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.setup import JobSetup
 from tests.support.waiting import wait_for
 
 MANIFEST = {
@@ -52,7 +52,7 @@ def processes() -> dict[str, psutil.Process]:
             line = child.cmdline()
         except psutil.Error:
             continue
-        if "rollout_worker.job.services" in line and child.status() != psutil.STATUS_ZOMBIE:
+        if "rollout_head.services" in line and child.status() != psutil.STATUS_ZOMBIE:
             found[line[-1]] = child
     return found
 

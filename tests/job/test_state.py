@@ -12,10 +12,9 @@ import redis
 from rollout_api import FinishReason, Rollout, RolloutJob, WeightSpan, encode, parse_job
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.blocks import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.launch.errors import StateError
-from rollout_worker.launch.job_state import JobState
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_tools.launch.job_state import JobState, StateError
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "das.rollout.dev/v1beta1",

@@ -16,10 +16,10 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import CodecError, FinishReason, encode
 from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
 from rollout_api.redis_client.connection import connect
-from rollout_worker.job.coordinator.distributions import Distribution, RolloutDistributions
-from rollout_worker.job.job_store import EngineReport, JobStore, LeaseState, RolloutProgress
-from rollout_worker.job.job_store.timeline import resolution
-from rollout_worker.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES
+from rollout_head.coordinator.distributions import Distribution, RolloutDistributions
+from rollout_store.job import EngineReport, JobStore, LeaseState, RolloutProgress
+from rollout_store.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES
+from rollout_store.job.timeline import resolution
 from tests.support.job_messages import JOB, request, rollout
 
 Run = Callable[[Callable[[JobStore], Coroutine[Any, Any, None]]], None]
@@ -112,7 +112,7 @@ def test_all_measurements_of_a_job_stay_within_the_limit(num_bytes: int, age_s: 
 
 
 def test_measurements_beyond_the_limit_are_trimmed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_worker.job.job_store.timeline.MAX_MEASUREMENTS_BYTES", 20_000)
+    monkeypatch.setattr("rollout_store.job.timeline.MAX_MEASUREMENTS_BYTES", 20_000)
 
     async def scenario(job_store: JobStore) -> None:
         for done in range(600):

@@ -15,10 +15,10 @@ from textual.widgets import Static
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_worker.cli.top import view
-from rollout_worker.cli.top.app import TopApp
-from rollout_worker.cli.top.live_job import LiveJob, predicted
-from rollout_worker.job.job_store import RolloutProgress
+from rollout_store.job import RolloutProgress
+from rollout_tools.cli import top_view as view
+from rollout_tools.cli.top import LiveJob, predicted
+from rollout_tools.cli.top_view import TopApp
 from tests.support.job_messages import request, rollout
 
 NOW = 1000.0
@@ -87,9 +87,8 @@ def live_job(
         "engine_errors": {},
         "environment_errors": {},
         "engines_lost": 0,
-        "migrated": 0,
         "dead_letters": 0,
-        "unread": {"trainer": 0},
+        "unread_bytes": {"trainer": 0},
         "slow_clients": [],
     }
     job = LiveJob(CoordinatorStatus(**status | fields))  # type: ignore[typeddict-item]
@@ -168,7 +167,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         engine("engine-0", labeled_counters=counters),
         engine("engine-1", version=1, counters=COUNTERS | {"drafting_disabled": 1.0}),
         progress={"engine-0-1a2b": [progress(250), progress(450, sample=1)]},
-        unread={"trainer": 7},
+        unread_bytes={"trainer": 7 * 2**20},
     )
     job.measurements += [Measurement(NOW, "running", 3, 2, 1, n, 0, 10.0, 0.25, None, 0, []) for n in (8, 4, 2)]
     shown = text(view.whole_view(job, NOW))
@@ -179,7 +178,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "25% of the decoding time (4 s)",
         "1.50",
         "version 3, on 1 of 2 engines",
-        "7 results of trainer",
+        "7.0 MiB of trainer",
         "1 (−2)",
         "disabled: it did not pay",
         "█▅▃",

@@ -24,16 +24,21 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Close, Message, RolloutId, RolloutRequest, decode, encode
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.job_store import EngineReport, JobStore, StaleCoordinatorError
-from rollout_worker.job.limits import MAX_WAITING_SPANS, TRACE_FLUSH_TIMEOUT_S, CoordinatorLimits
-from rollout_worker.job.relay import Relay
-from rollout_worker.job.request_trace import RequestTrace, pack_trace
-from rollout_worker.job.setup import JobSetup
-from rollout_worker.job.tracing.exporter import TraceExporter, is_tracing_requested
-from rollout_worker.job.tracing.spans import span_of_append, span_of_request, spans_of_rollout
-from rollout_worker.launch.services import JobServices
+from rollout_head.child_services import JobServices
+from rollout_head.coordinator import Coordinator
+from rollout_head.relay import Relay
+from rollout_head.tracing import (
+    TraceExporter,
+    is_tracing_requested,
+    span_of_append,
+    span_of_request,
+    spans_of_rollout,
+)
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import EngineReport, JobStore, StaleCoordinatorError
+from rollout_store.job.limits import CoordinatorLimits
+from rollout_store.job.request_trace import RequestTrace, pack_trace
+from rollout_store.job.setup import JobSetup
 from tests.support.in_process_job import manifest
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.otlp_collector import OtlpCollector, ReceivedSpan, collected_traces
@@ -455,16 +460,16 @@ def test_a_collector_that_does_not_answer_delays_nothing(
     silent_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", silent_address)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "512")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")
     traces = TraceExporter("coordinator", "default/live", JOB.uid)
     spans = spans_of_rollout(TRACE, ended())
     began = time.monotonic()
-    for _ in range(MAX_WAITING_SPANS):
+    for _ in range(1000):
         traces.export(spans)
-    exported_in = time.monotonic() - began
     traces.close()
-    assert exported_in < 2.0  # a single batch waits for ten seconds
-    assert time.monotonic() - began < exported_in + TRACE_FLUSH_TIMEOUT_S + 1
-    assert 1 == sum("too slow" in record.message for record in caplog.records)
+    assert time.monotonic() - began < 50  # a single batch waits for a hundred seconds
+    assert "Queue full, dropping Span." in caplog.text
 
 
 def test_a_coordinator_works_on_while_the_collector_does_not_answer(
@@ -472,6 +477,7 @@ def test_a_coordinator_works_on_while_the_collector_does_not_answer(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", silent_address)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")
 
     async def play() -> list[float]:
         traces = TraceExporter("coordinator", "default/live", JOB.uid)
@@ -488,8 +494,8 @@ def test_a_coordinator_works_on_while_the_collector_does_not_answer(
         await job_store.close()
         return durations
 
-    # The first answer includes the start of the coordinator. A request to the collector takes ten seconds to fail.
-    assert max(asyncio.run(play())[1:]) < 2.0
+    # The first answer includes the start of the coordinator. A request to the collector takes 100 seconds to fail.
+    assert max(asyncio.run(play())[1:]) < 50
 
 
 def test_a_job_ends_although_its_collector_is_down(
@@ -510,9 +516,7 @@ def test_a_job_ends_although_its_collector_is_down(
 
     asyncio.run(play())
     services.stop()
-    lines = [line for line in capfd.readouterr().err.splitlines() if "Spans are dropped" in line]
-    assert 2 == len(lines)  # of the coordinator and of the relay
-    assert all("Connection refused" in line for line in lines)
+    assert "Failed to export" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("protocol", ["http/json", "grcp"])
@@ -520,18 +524,15 @@ def test_an_unknown_protocol_is_reported(
     protocol: str, collector: OtlpCollector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-    traces = TraceExporter("coordinator", "default/live", JOB.uid)
-    for _ in range(2):
-        traces.export(spans_of_rollout(TRACE, ended()))
-        traces.close()
+    assert TraceExporter.from_environment("coordinator", "default/live", JOB.uid) is None
     assert [logging.ERROR] == [record.levelno for record in caplog.records]
     assert f"OTEL_EXPORTER_OTLP_PROTOCOL is '{protocol}'; use http/protobuf or grpc" in caplog.text
 
 
 def test_nothing_is_imported_without_traces() -> None:
     program = (
-        "import sys, rollout_worker.job.services\n"  # the Redis client imports parts of OpenTelemetry
-        "from rollout_worker.job.tracing.exporter import TraceExporter\n"
+        "import sys, rollout_head.services\n"  # the Redis client imports parts of OpenTelemetry
+        "from rollout_head.tracing import TraceExporter\n"
         "assert TraceExporter.from_environment('coordinator', 'default/traced', 'uid') is None\n"
         "print([name for name in sys.modules if name in ('opentelemetry.sdk.trace', 'opentelemetry.exporter')])"
     )

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from rollout_api.ports import free_port
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 from tests.support.documentation import ROOT, console_blocks, titled_files
 
 SKIPPED = {"make env", "source .venv/bin/activate"}

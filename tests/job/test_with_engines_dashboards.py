@@ -13,7 +13,7 @@ from rollout_api import AsyncRolloutClient
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
-from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_head.coordinator.status_server import StatusServer
 from tests.support.cluster.chart import CHART
 from tests.support.dashboard_queries import OPERATOR, dashboard_queries, without_data
 from tests.support.in_process_job import LiveJob
@@ -41,7 +41,7 @@ def test_every_panel_shows_data_of_a_real_job(job_harness: JobHarness, tmp_path:
         }
         service = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "rollout_worker.history_service.cli", "serve"),
+            *("-m", "rollout_store.history_service.cli", "serve"),
             *("--redis", job_harness.url, "--port", str(history_port)),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_api import AsyncRolloutClient, FinishReason, Rollout, RolloutId
+from rollout_api import AsyncRolloutClient, FinishReason, Rollout
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.job.job_store import Order, StaleCoordinatorError
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_store.job import StaleCoordinatorError
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.in_process_job import CHECKPOINT_TOKENS, LiveJob, manifest
 from tests.support.live_job_harness import (
     ENDLESS,
@@ -230,34 +230,6 @@ def test_a_worker_that_is_told_to_leave_hands_over_its_rollouts(job_harness: Job
         assert 2 == len({rollout.engine for rollout in await gather(client, 2, prompts(8))})
 
     job_harness.run(scenario)
-
-
-def test_migrated_rollouts_continue_from_their_partials(job_harness: JobHarness) -> None:
-    length = 400
-
-    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        sampling = Sampling(n=16, max_tokens=length, allowed_token_ids=ENDLESS, logprobs=True)
-        task = asyncio.ensure_future(gather(client, 1, prompts(2, sampling=sampling)))
-        await running.until(lambda: running.redis.hlen(running.keys.partials) >= 20)
-        assignments, source = running.job_store().assignments, running.workers["engine-0"].engine_id
-        orders = await assignments.inbox(source)
-        migrated = [order.assignment for order in orders if order.assignment is not None][:6]
-        assert 6 == len(migrated)
-        coordinator = await assignments.current_coordinator()
-        await assignments.send(coordinator, source, [Order.migrate(assignment) for assignment in migrated])
-        rollouts = await task
-        assert_delivered_once(running, rollouts, 32)
-        assert [length] * 32 == [len(rollout.token_ids) for rollout in rollouts]
-        by_key = {(each.request_id, each.sample): rollout for rollout in rollouts for each in [_id(rollout)]}
-        # The last engine took fewer steps than a whole rollout needs.
-        assert all(by_key[each.key].num_decoding_steps < length - 10 for each in migrated)
-        assert {} == running.redis.hgetall(running.keys.attempts)  # the migration does not count as a loss
-
-    job_harness.run(scenario)
-
-
-def _id(rollout: Rollout) -> RolloutId:
-    return RolloutId.parse(rollout.rollout_id)
 
 
 def test_an_engine_on_which_drafting_does_not_pay_is_replaced_between_two_steps(job_harness: JobHarness) -> None:

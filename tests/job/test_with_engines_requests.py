@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 
-from rollout_api import AsyncRolloutClient, FinishReason, Prompt, Rollout, RolloutId, encode
+from rollout_api import AsyncRolloutClient, FinishReason, Prompt, RolloutId, encode
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import Refusal, RolloutRequest, WeightUpdate, decode
+from rollout_api.protocol.messages import RolloutRequest, WeightUpdate
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
+from rollout_store.job import JobStore, RolloutProgress
 from rollout_worker.engine.engine import Engine
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
-from rollout_worker.job.job_store import JobStore, RolloutProgress
 from tests.support.in_process_job import LiveJob, manifest
 from tests.support.live_job_harness import (
     ENDLESS,
@@ -26,6 +26,7 @@ from tests.support.live_job_harness import (
     wait_for_status,
 )
 from tests.support.reference_model import EOS, VOCABULARY, ReferenceDistribution
+from tests.support.results_in_redis import kept_rollouts, num_kept, refusals
 from tests.support.waiting import wait_for_async
 
 
@@ -193,13 +194,10 @@ def test_requests_are_identified_by_their_id(job_harness: JobHarness) -> None:
         second = first.model_copy(update={"sampling": sampling.model_copy(update={"n": 5})})
         for request in (first, second):
             running.redis.xadd(running.keys.requests, {"d": encode(request)})
-        results = running.keys.results(first.reply_to)
-        await running.until(lambda: running.redis.xlen(results) == 3)
-        answers: Any = running.redis.xrange(results)
-        refusal, *rollouts = [decode(fields[b"d"]) for _, fields in answers]
-        assert isinstance(refusal, Refusal)
-        assert "asks for another number of samples" in refusal.reason
-        assert all(isinstance(rollout, Rollout) and rollout.finish_reason.complete for rollout in rollouts)
+        await running.until(lambda: num_kept(running.redis, running.keys, "nobody") == 2)
+        assert "asks for another number of samples" in refusals(running.redis, running.keys)["twice"]
+        rollouts = kept_rollouts(running.redis, running.keys, "nobody")
+        assert all(rollout.finish_reason.complete for rollout in rollouts)
         await client.close()
         async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid) as again:
             # A trainer that was reset to an earlier checkpoint repeats an answered request under another id.
@@ -259,20 +257,15 @@ def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness)
                 sampling=sampling,
             )
             running.redis.xadd(keys.requests, {"d": encode(request)})
-        await running.until(lambda: running.redis.xlen(keys.results(slow)) > 60)
+        await running.until(lambda: num_kept(running.redis, keys, slow) > 60)
         await wait_for_status(client, lambda status: status["slow_clients"] == [slow] and not status["assigned"])
-        stopped_at = running.redis.xlen(keys.results(slow))
+        stopped_at = num_kept(running.redis, keys, slow)
         assert 8 == len(await gather(client, 1, prompts(2)))
         await asyncio.sleep(2)  # time in which further rollouts would be assigned and end
-        assert stopped_at == running.redis.xlen(keys.results(slow)) < total
-        assert running.redis.memory_usage(keys.results(slow)) < 400_000
+        assert stopped_at == num_kept(running.redis, keys, slow) < total
+        assert int(running.redis.hget(keys.results_written, slow)) < 400_000
         async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid, name=slow):
-            received = 0
-            async with asyncio.timeout(60):
-                while received < total:
-                    entries: Any = running.redis.xreadgroup("trainer", slow, {keys.results(slow): ">"}, count=total)
-                    received += sum(len(found) for _, found in entries)
-                    await asyncio.sleep(0.05)
+            await running.until(lambda: num_kept(running.redis, keys, slow) == total)
 
     job_harness.run(scenario, job=job)
 
@@ -309,7 +302,7 @@ def test_ten_thousand_short_requests_are_all_answered(job_harness: JobHarness) -
         ]
         rollouts = await gather(client, 1, asked)
         assert 10_000 == len({rollout.rollout_id for rollout in rollouts})
-        assert 0 == running.redis.xlen(running.keys.results("trainer"))
+        assert 0 == num_kept(running.redis, running.keys)
 
     job_harness.run(scenario, job=job, seconds=300)
 

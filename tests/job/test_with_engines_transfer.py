@@ -17,13 +17,14 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
-from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from rollout_api import AsyncRolloutClient, Rollout
+from rollout_api import AsyncRolloutClient, Rollout, RolloutClient, WeightsError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
+from rollout_api.weights.gloo import update_info
 from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts, replace_engine
 from tests.support.reference_model import ReferenceDistribution
@@ -140,23 +141,21 @@ def test_vllms_sender_is_understood_in_all_its_formats(job_harness: JobHarness, 
     run(job_harness, transfer)
 
 
-def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_group(job_harness: JobHarness) -> None:
+def test_an_engine_that_joins_later_waits_and_is_part_of_the_next_group(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
         sender = await send_with_vllm(url, load(job_harness, 1), 3)
         lost = running.workers["engine-1"].engine_id
         joined = await replace_engine(running, job_harness, "engine-1")
-        await running.until(lambda: joined.report.version == 1, 30)
-        await assert_all_sample_with(job_harness, running, client, 1, 1)
+        await running.until(lambda: joined.report.missed == 1, 30)
+        assert {1} == versions(await gather(client, 5, prompts(4)))
 
         # The group has lost a member, which the trainer learns before it sends anything.
         with pytest.raises(requests.HTTPError):
             await asyncio.to_thread(sender.send_weights)
-        for path, body in [("start_weight_update", None), ("update_weights", {"update_info": TENSOR})]:
-            reply = httpx.post(f"{url}/{path}", json=body)
-            assert 400 == reply.status_code
-            error = reply.json()["error"]["message"]
-            assert f"{lost}: the engine has ended" in error
-            assert "POST /init_weight_transfer_engine" in error
+        reply = httpx.post(f"{url}/start_weight_update")
+        assert 400 == reply.status_code
+        assert f"{lost}: the engine has ended" in reply.json()["error"]["message"]
+        assert "call init_weight_transfer_engine again" in reply.json()["error"]["message"]
 
         await send_with_vllm(url, load(job_harness, 2), 3)
         await assert_all_sample_with(job_harness, running, client, 2, 2)
@@ -164,11 +163,51 @@ def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_gro
     run(job_harness, transfer)
 
 
-def test_engines_without_a_place_in_the_group_get_the_weights_from_others(job_harness: JobHarness) -> None:
+def test_engines_without_a_place_in_the_group_keep_their_weights(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
         await send_with_vllm(url, load(job_harness, 1), 2)
-        assert 1 == sum(bool(worker.report.group) for worker in running.workers.values())
+        [member] = [worker for worker in running.workers.values() if worker.report.transfer_group]
+        rollouts = await gather(client, 5, prompts(4))
+        assert ({1}, {member.engine_id}) == (versions(rollouts), {rollout.engine for rollout in rollouts})
+
+    run(job_harness, transfer)
+
+
+def test_the_client_of_a_job_is_one_for_vllms_senders(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        def send() -> None:
+            with RolloutClient.connect(job_harness.url, uid=running.uid, name="sender") as sync_client:
+                init_info = NCCLTrainerInitInfo("127.0.0.1", free_port(), 1 + sync_client.get_world_size(), rank=0)
+                WeightTransferTrainerFactory.trainer_init(
+                    init_info, client=sync_client, source=ModuleSource(load(job_harness, 1))
+                ).send_weights()
+
+        await asyncio.to_thread(send)
         await assert_all_sample_with(job_harness, running, client, 1, 1)
+
+    run(job_harness, transfer)
+
+
+def test_weights_are_sent_in_several_parts(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        tensors = list(load(job_harness, 1).named_parameters())
+
+        async def send(version: int, *parts: list[tuple[str, torch.Tensor]]) -> None:
+            sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, packed=False)
+            await client.start_weight_update(version)
+            for part in parts:
+                described = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part]
+                receiving = asyncio.ensure_future(client.update_weights(update_info(described)))
+                for _, tensor in part:
+                    await asyncio.to_thread(sender.model_update_group.broadcast, tensor.detach(), 0)
+                await receiving
+            await client.finish_weight_update()
+
+        with pytest.raises(WeightsError, match="it must have all of the model's tensors"):
+            await send(3, tensors[:5])
+        await assert_all_sample_with(job_harness, running, client, 0, 0)
+        await send(7, tensors[:5], tensors[5:])
+        await assert_all_sample_with(job_harness, running, client, 7, 1)
 
     run(job_harness, transfer)
 
@@ -181,16 +220,16 @@ def test_weights_that_do_not_fit_the_model_are_refused_and_end_the_group(job_har
         for names in trl._weight_update_info.values():
             names.pop(0)
         await asyncio.to_thread(trl.init_weight_transfer)
-        with pytest.raises(RuntimeError) as failure:
+        with pytest.raises(Exception, match="no engine could load") as failure:
             await asyncio.to_thread(trl.send_weights, iter(others))
-        reasons = str(failure.value.__cause__)
+        reasons = str(failure.value)
         for worker in running.workers.values():
             assert worker.engine_id in reasons
         assert f"has no {first[0]}: it must have all of the model's tensors" in reasons
         assert {0} == versions(await gather(client, 1, prompts(4)))
         error = httpx.post(f"{url}/start_weight_update").json()["error"]["message"]
         assert first[0] in error
-        assert "POST /init_weight_transfer_engine" in error
+        assert "call init_weight_transfer_engine again" in error
 
         complete = trl_client(url, model)
         await asyncio.to_thread(complete.init_weight_transfer)
@@ -221,16 +260,18 @@ def test_a_trainer_that_ends_while_it_sends_leaves_the_engines_as_they_are(
         await running.until(lambda: all(1 in worker.report.failed for worker in workers), 60)
         await assert_all_sample_with(job_harness, running, client, 0, 0)
         error = httpx.post(f"{url}/start_weight_update").json()["error"]["message"]
-        assert "POST /init_weight_transfer_engine" in error
+        assert "call init_weight_transfer_engine again" in error
 
     run(job_harness, transfer)
 
 
 def test_a_trainer_that_does_not_listen_leaves_the_engines_as_they_are(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
-        missing = httpx.post(f"{url}/update_weights", json={"update_info": TENSOR})
+        missing = httpx.post(f"{url}/start_weight_update")
         assert 400 == missing.status_code
-        assert "have joined no process group" in missing.json()["error"]["message"]
+        assert "have joined no trainer's group" in missing.json()["error"]["message"]
+        unstarted = httpx.post(f"{url}/update_weights", json={"update_info": TENSOR})
+        assert "call start_weight_update first" in unstarted.json()["error"]["message"]
 
         address = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1}
         too_large = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {**address, "world_size": 4}})
@@ -243,7 +284,7 @@ def test_a_trainer_that_does_not_listen_leaves_the_engines_as_they_are(job_harne
             )
         )
         assert 400 == nobody.status_code
-        assert f"cannot join the process group of the trainer at 127.0.0.1:{address['master_port']}" in nobody.text
+        assert f"cannot reach the trainer at 127.0.0.1:{address['master_port']}" in nobody.text
         assert {0} == versions(await gather(client, 1, prompts(4)))
 
     run(job_harness, transfer)

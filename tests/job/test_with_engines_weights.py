@@ -1,9 +1,8 @@
-"""Weight updates of a job with real engines, from directories, as adapters and by broadcast."""
+"""Weight updates of a job with real engines, from directories, as adapters and from memory."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,27 @@ from rollout_api import (
     AsyncRolloutClient,
     FinishReason,
     InvalidRequestError,
+    ModelInMemory,
     Partial,
     Prompt,
     Rollout,
+    TensorsInMemory,
     UpdateMode,
     WeightsError,
-    encode,
 )
 from rollout_api.manifest.spec import Sampling
-from rollout_api.ports import free_port
-from rollout_api.protocol.messages import Broadcast, TensorSpec, WeightUpdate
-from rollout_api.weights.broadcast import JOIN_TIMEOUT_S
-from rollout_api.weights.in_memory import ModelInMemory
-from rollout_worker.engine.errors import EngineError
+from rollout_store.job.engine_errors import EngineError
 from tests.support.in_process_job import LiveJob, manifest, start_engine
-from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts
+from tests.support.live_job_harness import (
+    ENDLESS,
+    JobHarness,
+    gather,
+    lose,
+    prompt_index,
+    prompts,
+    replace_engine,
+    wait_for_status,
+)
 from tests.support.reference_model import (
     LoopThread,
     ReferenceDistribution,
@@ -37,6 +42,7 @@ from tests.support.reference_model import (
     make_model,
     merged_distribution,
 )
+from tests.support.results_in_redis import num_kept
 
 
 def versions(rollouts: list[Rollout]) -> set[int]:
@@ -168,7 +174,7 @@ def test_an_update_does_not_wait_for_a_pinned_rollout_that_waits_for_the_update(
             job_store.job.weights = read_slowly
         sampling = Sampling(n=4, max_tokens=20, allowed_token_ids=ENDLESS)
         async with client.step(1, prompts(60, sampling=sampling, weight_version=0)) as pinned:
-            await running.until(lambda: running.redis.xlen(running.keys.results("trainer")) > 20)
+            await running.until(lambda: num_kept(running.redis, running.keys) > 20)
             loaded = await client.publish_weights(1, job_harness.models / "1", timeout=40)
             assert 2 == len(loaded.loaded)
             old = [rollout async for rollout in pinned]
@@ -194,19 +200,8 @@ def test_pinned_rollouts_keep_their_version_during_an_update_that_drains(job_har
     job_harness.run(scenario)
 
 
-def test_weights_are_broadcast_from_a_trainers_memory(job_harness: JobHarness) -> None:
+def test_weights_are_sent_from_a_trainers_memory(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async def lose(name: str) -> None:
-            """Kill an engine, and let its lease expire at once."""
-            engine_id = running.workers[name].engine_id
-            await running.kill(name)
-            running.redis.delete(running.keys.lease(engine_id))
-            await running.until(lambda: engine_id.encode() not in running.redis.hkeys(running.keys.engines))
-
-        async def join(name: str) -> None:
-            running.start_worker(name, job_harness.engines[name])
-            await running.until(lambda: running.redis.hlen(running.keys.engines) == 2)
-
         sampling = Sampling(n=2, max_tokens=60, logprobs=True)
         model = AutoModelForCausalLM.from_pretrained(job_harness.models / "1", dtype="float32")
         weights = ModelInMemory(model, host="127.0.0.1")
@@ -216,63 +211,52 @@ def test_weights_are_broadcast_from_a_trainers_memory(job_harness: JobHarness) -
             assert 2 == len((await client.publish_weights(1, weights)).loaded)
             across = [rollout async for rollout in step]
         assert any([0, 1] == [span.weight_version for span in rollout.weight_spans] for rollout in across)
-        for version in (1, 2):  # the second version uses the existing communication group
+        group = weights.group
+        for version in (1, 2):  # the second version uses the existing group
             if version == 2:
                 model.load_state_dict(AutoModelForCausalLM.from_pretrained(job_harness.models / "2").state_dict())
-                assert 2 == len((await client.publish_weights(2, weights)).loaded)
+                assert 2 == len((await client.publish_weights(2, weights, mode="drain")).loaded)
             rollouts = await gather(client, 1 + version, prompts(6, sampling=sampling, weight_version=version))
             assert_distribution(ReferenceDistribution(job_harness.models / str(version)), rollouts, sampling)
+        assert group == weights.group
 
         # Another set of engines needs a new group.
-        await lose("engine-1")
+        await lose(running, "engine-1")
         assert 1 == len((await client.publish_weights(3, weights)).loaded)
-        await join("engine-1")
-        joined = running.workers["engine-1"]
-        await running.until(lambda: joined.report.version == 3)  # the other engine has passed the weights on
-        tensors = list(model.named_parameters())
-        assert 2 == len((await client.publish_tensors(4, tensors, host="127.0.0.1")).loaded)
+        assert group != weights.group
 
-        # Invalid descriptions of a broadcast are rejected.
-        broadcast = Broadcast(
-            group="g",
-            ranks=dict.fromkeys((worker.engine_id for worker in running.workers.values()), 1),
-            world_size=3,
-            tensors=[TensorSpec(name="x", dtype="float32", shape=[1])],
-        )
-        for version, uri in ((5, "nccl://nowhere:99999"), (6, "carrier-pigeon://a:1"), (7, "gloo://")):
-            update = WeightUpdate(weight_version=version, uri=uri, broadcast=broadcast)
-            running.redis.xadd(running.keys.control, {"d": encode(update)})
-            for worker in running.workers.values():
-                failed = worker.report.failed
-                await running.until(lambda version=version, failed=failed: version in failed)
-                assert "a broadcast must contain full weights" in failed[version]
+        # An engine that joins later waits for the next version, and the status says so.
+        joined = await replace_engine(running, job_harness, "engine-1", lost=False)
+        await running.until(lambda: 3 in joined.report.failed)
+        assert "before this engine joined. It waits for the next version" in joined.report.failed[3]
+        await wait_for_status(client, lambda status: any("3" in engine["failed"] for engine in status["engines"]))
+        rollouts = await gather(client, 4, prompts(6))
+        assert {running.workers["engine-0"].engine_id} == {rollout.engine for rollout in rollouts}
+        assert {3} == versions(rollouts)
+        tensors = TensorsInMemory(list(model.named_parameters()), host="127.0.0.1")
+        assert 2 == len((await client.publish_weights(4, tensors)).loaded)
+        assert joined.report.missed is None
 
-        # Weights with other shapes are rejected before decoding is paused.
+        # Weights with other shapes are rejected before they are sent.
         config = AutoConfig.from_pretrained(job_harness.models / "1", intermediate_size=8)
-        port = free_port()
-        with pytest.raises(WeightsError, match="no engine could load") as rejected:
-            await client.publish_weights(
-                8, ModelInMemory(AutoModelForCausalLM.from_config(config), host="127.0.0.1", port=port)
-            )
+        with pytest.raises(WeightsError, match="not received by all engines") as rejected:
+            await client.publish_weights(5, ModelInMemory(AutoModelForCausalLM.from_config(config), host="127.0.0.1"))
         assert 2 == len(rejected.value.failed)
         assert all("has shape" in reason for reason in rejected.value.failed.values())
         assert {4} == versions(await gather(client, 9, prompts(2)))
 
-        # An engine that dies before the broadcast delays the others only until its lease expires.
-        weights = ModelInMemory(model, host="127.0.0.1", port=port)  # the rejected weights have released the port
+        # An engine that dies before weights are sent delays the others only until its lease expires.
         await running.kill("engine-1")
-        started = time.monotonic()
-        with pytest.raises(WeightsError, match="no engine could load"):
-            await client.publish_weights(9, weights)
-        assert time.monotonic() - started < JOIN_TIMEOUT_S / 3
+        with pytest.raises(WeightsError):
+            await client.publish_weights(6, weights)
         assert {4} == versions(await gather(client, 10, prompts(2)))
-        assert 1 == len((await client.publish_weights(10, weights)).loaded)
+        assert 1 == len((await client.publish_weights(7, weights)).loaded)
 
         # A trainer that stops waiting leaves no control message behind.
         await running.kill("coordinator")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.publish_weights(11, weights), 1)
-        assert 0 == running.redis.xlen(running.keys.control)
+            await asyncio.wait_for(client.publish_weights(8, weights), 1)
+        await running.until(lambda: running.redis.xlen(running.keys.control) == 0)
 
     job_harness.run(scenario)
 

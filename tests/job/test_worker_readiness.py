@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rollout_worker.launch.worker import WorkerReadiness
+from rollout_worker.engine_worker.worker_process import WorkerReadiness
 
 
 def test_a_worker_is_ready_when_all_of_its_own_engines_serve() -> None:

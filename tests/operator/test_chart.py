@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,24 +21,25 @@ from prometheus_client.registry import Collector
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rollout_operator.__main__ import parse_arguments
-from rollout_operator.admin_secret import admin_secret
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.http_server import MetricsCollector
-from rollout_operator.job_context import JobContext
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import head_pod
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster.admin_secret import admin_secret
+from rollout_operator.cluster.http_server import MetricsCollector
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.owned_objects import owned_objects
+from rollout_operator.objects.pods import head_pod
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
-from rollout_worker.history_service.http import HistoryCollector
-from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
-from rollout_worker.job.job_store import EngineReport
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_store.history_service.service import HistoryCollector, ServiceState
+from rollout_store.job import EngineReport
+from scripts import crd
 from scripts.dashboards import dashboards
+from scripts.release.chart import package_chart
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
 from tests.support.status_boards import status_board
 from tests.support.waiting import wait_for
@@ -210,12 +212,33 @@ def test_people_get_access_through_the_aggregated_roles_on_request() -> None:
     }
 
 
-def test_the_crds_are_kept_on_uninstall_and_can_be_omitted() -> None:
-    crds = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
-    assert ["keep"] * 3 == [crd["metadata"]["annotations"]["helm.sh/resource-policy"] for crd in crds]
-    assert not [
-        resource for resource in render(crds={"install": False}) if resource["kind"] == "CustomResourceDefinition"
-    ]
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged chart."""
+    return package_chart(tmp_path_factory.mktemp("chart"))
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+def test_the_chart_installs_the_crds_of_the_repository(packaged: bool, package: Path) -> None:
+    chart = package if packaged else CHART
+    crds = {
+        resource["spec"]["names"]["kind"]: resource
+        for resource in render_chart("rl", chart=chart)
+        if resource["kind"] == "CustomResourceDefinition"
+    }
+    assert crd.documents() == crds
+    assert {"keep"} == {one["metadata"]["annotations"]["helm.sh/resource-policy"] for one in crds.values()}
+    assert "CustomResourceDefinition" not in {
+        resource["kind"] for resource in render_chart("rl", chart=chart, crds={"install": False})
+    }
+
+
+def test_a_copy_of_the_chart_without_crds_is_refused(tmp_path: Path) -> None:
+    """Tools that copy the chart without its symbolic links must not install it without CRDs silently."""
+    chart = shutil.copytree(CHART, tmp_path / "chart", ignore=shutil.ignore_patterns("crds"))
+    with pytest.raises(RuntimeError, match=r"files/crds is empty: use the packaged chart, or set crds\.install=false"):
+        render_chart("rl", chart=chart)
+    assert render_chart("rl", chart=chart, crds={"install": False})
 
 
 def test_the_chart_contains_no_secret() -> None:
@@ -665,7 +688,7 @@ def test_the_readme_lists_every_value() -> None:
     [
         ("operator", "rollout_operator"),
         ("redis-users", "rollout_operator.redis_users"),
-        ("admin-secret", "rollout_operator.admin_secret"),
+        ("admin-secret", "rollout_operator.cluster.admin_secret"),
     ],
 )
 def test_a_process_of_the_operator_accepts_the_arguments_of_the_chart(name: str, module: str) -> None:

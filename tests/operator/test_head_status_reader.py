@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollout_operator import names
-from rollout_operator.head_status_reader import HeadStatusReader
-from rollout_operator.observed import PodView
+import pytest
+from rollout_operator.cluster import head_status_reader
+from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.objects import names
+from rollout_operator.objects.head_status import EngineStatus, HeadStatus
+from rollout_operator.objects.observed import PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.protocol.status import EngineEntry, ServedStatus
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
 """A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
@@ -57,7 +60,9 @@ def ignore() -> None:
     pass
 
 
-def test_heads_that_do_not_answer_hardly_delay_the_others() -> None:
+def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each were waited for until its request times out, this would take 48 s in each of the two rounds."""
+
     async def scenario() -> None:
         reader = HeadStatusReader()
         async with serving(HEALTHY, 0), serving(SILENT, 60):
@@ -67,15 +72,16 @@ def test_heads_that_do_not_answer_hardly_delay_the_others() -> None:
                 async with slots:
                     return await reader.read(pod, ignore)
 
-            for limit in (6.0, 1.0):
-                started = time.monotonic()
-                statuses = await asyncio.gather(*(read(head(SILENT, f"silent-{number}")) for number in range(256)))
-                status = await read(head(HEALTHY, f"healthy-{limit}"))
-                assert time.monotonic() - started < limit
-                assert {None} == set(statuses)
-                assert status is not None
+            for number in range(2):
+                async with asyncio.timeout(36):
+                    statuses = await asyncio.gather(*(read(head(SILENT, f"silent-{uid}")) for uid in range(256)))
+                    assert {None} == set(statuses)
+                    while (status := await read(head(HEALTHY, f"healthy-{number}"))) is None:
+                        await asyncio.sleep(0.1)
                 assert 7 == status.done
-                await asyncio.sleep(3.5)
+                await asyncio.gather(*reader._reads.values())
+                # Those that did not answer are not waited for at all the next time.
+                monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 60.0)
             await reader.close()
 
     asyncio.run(scenario())
@@ -87,7 +93,7 @@ def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
         async with serving(HEALTHY, 1):
             pod = head(HEALTHY, "slow")
             assert await reader.read(pod, announced.set) is None
-            await asyncio.wait_for(announced.wait(), 2)
+            await asyncio.wait_for(announced.wait(), 20)
             status = await reader.read(pod, ignore)
             assert status is not None
             assert 7 == status.done
@@ -105,3 +111,8 @@ def test_a_head_that_stops_answering_loses_its_status() -> None:
         await reader.close()
 
     asyncio.run(scenario())
+
+
+def test_every_field_is_in_the_coordinators_status() -> None:
+    assert set() == HeadStatus.model_fields.keys() - ServedStatus.__required_keys__
+    assert set() == EngineStatus.model_fields.keys() - EngineEntry.__required_keys__

@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from rollout_operator import informer
-from rollout_operator.informer import Informer
-from rollout_operator.kubernetes_api import ApiError
-from rollout_operator.object_cache import JobKey, ObjectCache
-from rollout_operator.resource_kinds import CLUSTER_RUNTIMES
-from rollout_operator.runtime_cache import RuntimeCache
-from rollout_operator.runtimes import RuntimeKey
-from rollout_operator.work_queue import WorkQueue
+from rollout_operator.cluster import informer
+from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError
+from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
+from rollout_operator.cluster.work_queue import WorkQueue
+from rollout_operator.objects.runtimes import RuntimeKey
 
 KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
 RUNTIME = {"metadata": {"name": "h100", "uid": "1"}, "spec": {"image": {"name": "platform:1"}}}

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from rollout_operator import names
-from rollout_operator.head_status import EngineStatus, HeadStatus
-from rollout_operator.observed import Rejection, Target
+from rollout_operator.objects import names
+from rollout_operator.objects.head_status import EngineStatus, HeadStatus
+from rollout_operator.objects.observed import Rejection, Target
 
 from tests.support.planned_jobs import head_status, running_job, spec
 from tests.support.simulated_cluster import SimulatedCluster

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollout_operator import names
-from rollout_operator.actions import DeletePod, KeepBundle, SetFinalizer
-from rollout_operator.bundle_plan import MAX_PODS
-from rollout_operator.observed import KeptBundle, Rejection, Target
+from rollout_operator.objects import names
+from rollout_operator.objects.observed import KeptBundle, Rejection, Target
+from rollout_operator.planning.actions import DeletePod, KeepBundle, SetFinalizer
+from rollout_operator.planning.teardown import MAX_PODS
 
 from tests.support.planned_jobs import running_job
 from tests.support.simulated_cluster import SimulatedCluster

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_operator import names
-from rollout_operator.actions import DeletePod
+from rollout_operator.objects import names
+from rollout_operator.planning.actions import DeletePod
 
 from rollout_api.protocol.exit_codes import EXIT_MODEL
 from tests.support.planned_jobs import spec

@@ -148,7 +148,7 @@ def test_a_revision_that_a_newer_operator_does_not_accept_is_replaced() -> None:
 )
 def test_a_job_with_an_invalid_template_of_the_head_can_be_deleted(template: dict[str, Any]) -> None:
     cluster = running_job()
-    # An earlier version of the operator accepted this template.
+    # Without pinned settings, the cleanup pod would be built from this template.
     cluster.job["status"].pop("revision")
     cluster.change(head={"podTemplate": template})
     cluster.delete_job()

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from rollout_operator.__main__ import parse_arguments
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.job_context import JobContext
-from rollout_operator.object_diff import needs_apply
-from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.owned_objects import needs_apply, owned_objects
+from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.status_token import HASH_VARIABLE, OPEN_PAGES

@@ -15,12 +15,11 @@ from typing import Any, cast
 import pytest
 import redis
 from kubernetes.aio.client import ApiClient
-from rollout_operator import names
-from rollout_operator.admin_secret import admin_secret
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.job_context import JobContext
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi
-from rollout_operator.observed import Observed
+from rollout_operator.cluster.admin_secret import admin_secret
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, ResourceKind
+from rollout_operator.objects import names
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.observed import ClusterInfo, Observed
 from rollout_operator.redis_users import (
     RedisUserManager,
     history_service_user,
@@ -29,7 +28,6 @@ from rollout_operator.redis_users import (
     user_secret,
     with_ca,
 )
-from rollout_operator.resource_kinds import ResourceKind
 
 from rollout_api.protocol.access_rules import service_rules
 from rollout_api.protocol.keys import MessageKeys

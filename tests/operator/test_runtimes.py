@@ -6,9 +6,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.runtime_cache import RuntimeCache
-from rollout_operator.runtimes import RuntimeKey, job_with_runtime
+from rollout_operator.cluster.object_cache import ObjectCache, RuntimeCache
+from rollout_operator.objects.runtimes import RuntimeKey, job_with_runtime
 
 from rollout_api import ManifestError
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from rollout_operator import names
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.job_context import JobContext
-from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
-from rollout_operator.server_objects import server_objects
+from rollout_operator.objects import names
+from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.observed import ClusterInfo
+from rollout_operator.objects.owned_objects import owned_objects, server_objects
+from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup

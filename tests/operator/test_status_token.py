@@ -12,19 +12,18 @@ from typing import cast
 import aiohttp
 import pytest
 from kubernetes.aio.client import ApiClient
-from rollout_operator import head_status_reader, names
-from rollout_operator.head_status_reader import HeadStatusReader
-from rollout_operator.http_server import HttpServer, MetricsCollector
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.object_cache import ObjectCache
-from rollout_operator.observed import PodView
-from rollout_operator.reconciler import Reconciler
+from rollout_operator.cluster import head_status_reader
+from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.objects import names
+from rollout_operator.objects.observed import PodView
 
-from rollout_api.ports import free_port
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
-from rollout_worker.history_service.http import HistoryServer
-from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.history_service.service import HistoryServer, ServiceState
 from tests.support.status_boards import status_board
 
 TOKEN = "a-token-of-thirty-two-characters"
@@ -47,13 +46,11 @@ async def statuses(url: str, headers: dict[str, str]) -> dict[str, int]:
 def test_the_metrics_of_the_operator_need_the_token() -> None:
     async def scenario() -> None:
         api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
-        server = HttpServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
+        server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
         server.ready = True
-        port = free_port()
-        await server.start(port)
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
         probes = {"healthz": 200, "readyz": 200}
-        assert {"status": 404, "metrics": 401, **probes} == await statuses(url, {})
+        assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
         assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
         await server.stop()
 

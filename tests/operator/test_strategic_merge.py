@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_operator.strategic_merge import PatchError, combine_patches, strategic_merge
+from rollout_operator.objects.strategic_merge import PatchError, combine_patches, strategic_merge
 
 POD: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},

@@ -13,18 +13,14 @@ import sys
 import rollout_api
 from rollout_api import RolloutClient
 
-NEED_NUMPY = {
-    "rollout_api.arrays",
-    "rollout_api.weights.delta_codec",
-    "rollout_api.weights.delta_file",
-    "rollout_api.weights.safetensors_file",
-}
+NEED_MORE_PACKAGES = {"rollout_api.arrays", "rollout_api.http_server"}
 
 
 def import_modules() -> None:
-    """Import every module, except for the adapters, each of which needs its trainer, and those that need NumPy."""
+    """Import every module, except for the adapters, each of which needs its trainer, and those that need
+    NumPy or an HTTP server."""
     for module in pkgutil.walk_packages(rollout_api.__path__, "rollout_api."):
-        if not module.name.startswith("rollout_api.integrations.") and module.name not in NEED_NUMPY:
+        if not module.name.startswith("rollout_api.integrations.") and module.name not in NEED_MORE_PACKAGES:
             importlib.import_module(module.name)
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.code_map import ROOT, tracked_files
-from scripts.release.installed import check_client
-from scripts.release.pythons import CLIENT_PYTHONS, create_environment, find_python, install
+from scripts.release.environments import CLIENT_PYTHONS, check_client, create_environment, find_python, install
+from scripts.repository import ROOT, tracked_files
 
 CLIENT = ROOT / "client"
 MAX_MEGABYTES = 20

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout_worker.policy.canary import ALARM_E_VALUE, DriftTest, canary_sample, uniform_rank
+from rollout_store.job.canary import ALARM_E_VALUE, DriftTest, canary_sample, uniform_rank
 
 SIBLINGS = 7
 

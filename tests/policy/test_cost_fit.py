@@ -33,7 +33,7 @@ def test_the_fit_finds_the_true_cost_whatever_the_prior_and_despite_delays(truth
         fit.observe(step)
     assert truth.base_s == pytest.approx(fit.cost.base_s, rel=0.1)
     assert truth.step_time(200, 500_000) == pytest.approx(fit.cost.step_time(200, 500_000), rel=0.03)
-    assert truth.step_time(8, 1000) == pytest.approx(fit.predict(8, 1000, is_uniform=False), rel=0.05)
+    assert truth.step_time(8, 1000) == pytest.approx(fit.cost.step_time(8, 1000), rel=0.05)
     assert fit.median_relative_error < 0.05
 
 
@@ -103,19 +103,6 @@ def test_the_fit_follows_a_change_of_the_cost() -> None:
     assert slower.base_s == pytest.approx(fit.cost.base_s, rel=0.15)
 
 
-def test_each_kind_of_step_has_its_own_factor() -> None:
-    """On GPUs, steps with drafts of different lengths do not run as full CUDA graphs and take longer."""
-    fit = CostFit(H100_7B)
-    rng = np.random.default_rng(0)
-    for _ in range(1000):
-        rollouts = int(rng.integers(16, 33))
-        is_uniform = bool(rng.integers(2))
-        seconds = H100_7B.step_time(rollouts * 4, rollouts * 1000) * (1.0 if is_uniform else 1.3)
-        fit.observe(TimedStep(rollouts * 4, rollouts * 1000, is_uniform, seconds))
-    ratio = fit.predict(96, 24_000, is_uniform=False) / fit.predict(96, 24_000, is_uniform=True)
-    assert 1.3 == pytest.approx(ratio, rel=0.1)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
@@ -136,7 +123,7 @@ def test_coefficients_and_predictions_are_always_finite_and_not_negative(observe
         fit.observe(step)
         assert min(fit.cost) >= 0
         assert sum(fit.cost) > 0
-        assert np.isfinite(fit.predict(10, 1000, is_uniform=True))
+        assert np.isfinite(fit.cost.step_time(10, 1000))
 
 
 def test_a_prior_with_a_free_coefficient_is_rejected() -> None:

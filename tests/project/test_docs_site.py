@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from scripts import docs_hooks
-from scripts.code_map import ROOT, tracked_files
+from scripts.repository import ROOT, tracked_files
 from tests.project.test_repository import anchors
 
 LOADED = {

@@ -1,4 +1,4 @@
-"""The version of a release is the same everywhere, and its notes contain every fragment of the changelog."""
+"""The version of a release is the same everywhere, and its notes are those of the changelog."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.code_map import ROOT
-from scripts.release.notes import release_notes, section
 from scripts.release.steps import CheckError, NotCheckedError, Report
-from scripts.release.versions import PLACES, current_version, disagreements, image_files, set_version
+from scripts.release.versions import PLACES, current_version, disagreements, image_files, release_notes, set_version
+from scripts.repository import ROOT
 
 CHANGELOG = """# Changelog
 
-<!-- towncrier release notes start -->
+## Unreleased
 
 ## 0.2.0 (2026-12-01)
 
@@ -22,7 +21,7 @@ CHANGELOG = """# Changelog
 
 - Two.
 
-## 0.1.0 (2026-11-01)
+## 0.1.0
 
 - One.
 """
@@ -62,20 +61,18 @@ def test_a_version_that_helm_or_pip_would_not_accept_is_refused(copy: Path) -> N
 
 
 def test_the_notes_of_a_version_are_its_section_of_the_changelog() -> None:
-    assert "### Added\n\n- Two.\n" == section(CHANGELOG, "0.2.0")
-    assert "- One.\n" == section(CHANGELOG, "0.1.0")
-    with pytest.raises(CheckError, match=r"towncrier build --version 0\.3\.0"):
-        section(CHANGELOG, "0.3.0")
+    assert "### Added\n\n- Two.\n" == release_notes(CHANGELOG, "0.2.0", tagged=True)
+    assert "- One.\n" == release_notes(CHANGELOG, "0.1.0", tagged=False)
 
 
-def test_a_tagged_commit_may_not_have_fragments(tmp_path: Path) -> None:
-    (tmp_path / "changelog.d").mkdir()
-    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
-    towncrier = tmp_path / "towncrier"  # is not run
-    assert "- One.\n" == release_notes(tmp_path, towncrier, "0.1.0", tagged=True)
-    (tmp_path / "changelog.d" / "+new.added.md").write_text("New.")
-    with pytest.raises(CheckError, match="1 fragment"):
-        release_notes(tmp_path, towncrier, "0.1.0", tagged=True)
+@pytest.mark.parametrize(("version", "message"), [("0.3.0", "no section for 0.3.0"), ("0.1.0", "the date of 0.1.0")])
+def test_a_tagged_version_needs_a_section_with_a_date(version: str, message: str) -> None:
+    with pytest.raises(CheckError, match=message):
+        release_notes(CHANGELOG, version, tagged=True)
+
+
+def test_the_changelog_has_notes_of_this_version() -> None:
+    assert release_notes((ROOT / "CHANGELOG.md").read_text(), current_version(), tagged=False)
 
 
 def test_a_step_that_cannot_run_fails_a_strict_check_alone(capsys: pytest.CaptureFixture[str]) -> None:

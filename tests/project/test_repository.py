@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.code_map import ROOT, tracked_files
+from scripts.repository import ROOT, tracked_files
 
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\s]+)`")
+FOLDERS = {"rollout_api", "rollout_server", "rollout_worker", "operator", "charts", "crds", "benchmarks", "client"}
+FOLDERS |= {"requirements", "scripts", "tests"}
+"""Folders whose files the documentation names; `docs` and `examples` may also be those of another project."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -40,3 +44,24 @@ def test_every_page_of_the_documentation_is_in_its_index() -> None:
         if page != "docs/README.md":
             name = page.removeprefix("docs/")
             assert f"({name})" in index, f"docs/README.md does not link to {name}"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *tracked_files("docs/*.md", "charts/*.md", "examples/*.md")]
+)
+def test_the_documentation_names_only_files_that_exist(page: str) -> None:
+    files = tracked_files()
+    folders = {str(parent) for name in files for parent in Path(name).parents}
+    unknown = []
+    for name in CODE.findall(FENCE.sub("", (ROOT / page).read_text())):
+        path = name.rstrip("/")
+        is_path = "/" in path and path.split("/")[0] in FOLDERS and "*" not in path
+        if is_path and path not in folders and path not in files:
+            unknown.append(path)
+    assert [] == unknown
+
+
+def test_the_code_map_names_every_top_level_folder() -> None:
+    folders = {name.split("/")[0] for name in tracked_files() if "/" in name}
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "code-map.md").read_text(), re.MULTILINE)
+    assert set() == folders - {name.split("/")[0] for row in rows for name in CODE.findall(row)}

@@ -16,10 +16,9 @@ REASON = re.compile(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]*)*")
 MODULES = (
     "conditions",
     "failures",
-    "job_reconciler",
+    "job_planner",
     "plan",
-    "pod_reconciler",
-    "running_conditions",
+    "pod_planner",
     "runtimes",
     "teardown",
 )

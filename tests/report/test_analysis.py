@@ -1,4 +1,4 @@
-"""What a recording shows, as numbers: hand-made data, and properties."""
+"""What a recording shows, as numbers and sentences: hand-made data, and properties."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.figures.timeline import Timeline
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.timeline import Measurement
-from rollout_worker.report.analysis.acceptance import Acceptance, by_age, by_position, by_source
-from rollout_worker.report.analysis.engine_time import engine_times, interruptions
-from rollout_worker.report.analysis.governor import disabled_spans, engine_histories
-from rollout_worker.report.analysis.lanes import arrange
-from rollout_worker.report.analysis.lengths import calibration, predictions, stats_before
-from rollout_worker.report.analysis.rewards import rewards_of
-from rollout_worker.report.analysis.running import RunningCount, running_counts, thinned
-from rollout_worker.report.analysis.staleness import PublishedVersions, staleness_of
-from rollout_worker.report.analysis.steps import Step, compare, steps_of, training_steps
-from rollout_worker.report.analysis.tail import tail_fraction, tail_start
-from rollout_worker.report.analysis.without_drafts import (
+from rollout_tools.report.acceptance import Acceptance, by_age, by_position, by_source
+from rollout_tools.report.engines import disabled_spans, engine_histories, engine_times, interruptions
+from rollout_tools.report.lengths import calibration, predictions, stats_before
+from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
+from rollout_tools.report.step_plots import arrange
+from rollout_tools.report.steps import (
+    PublishedVersions,
+    RunningCount,
     Slowdown,
+    Step,
+    compare,
     intervals_without_drafts,
     makespan_without_drafts,
+    rewards_of,
+    running_counts,
     slowdowns,
+    staleness_of,
+    steps_of,
+    thinned,
     timed_steps,
+    training_steps,
 )
-from rollout_worker.report.recording import DraftCounts, PastLength
-from tests.support.recordings import START, ended, engine, measurement, recording
+from rollout_tools.report.summary import findings as findings_of
+from rollout_tools.report.summary import summarize
+from tests.support.recordings import START, ended, engine, measurement, recording, small_job
 
 _TIMES = st.floats(0, 1000)
 intervals = st.lists(st.tuples(_TIMES, _TIMES).map(lambda pair: (min(pair), max(pair))), max_size=30)
@@ -102,20 +107,12 @@ def test_thinned_counts_keep_the_largest_and_the_last_one(values: list[int], mos
 
 def test_the_tail_begins_when_fewer_than_half_of_the_rollouts_still_run() -> None:
     step = step_of((0, 1), (0, 2), (0, 3), (0, 11))
-    assert START + 3 == tail_start(step)
-    assert pytest.approx(8 / 11) == tail_fraction(step)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=12))
-def test_the_tail_is_that_of_the_figures_that_trainers_log(runs: list[tuple[int, int]]) -> None:
-    intervals = [(start, start + length) for start, length in runs]
-    step, timeline = step_of(*intervals), Timeline.from_intervals(intervals)
-    assert timeline is not None
-    assert timeline.tail == pytest.approx(step.end - tail_start(step))
+    assert START + 3 == step.tail_start
+    assert pytest.approx(8 / 11) == step.tail_share
 
 
 def test_a_step_that_ends_at_once_has_no_tail() -> None:
-    assert 0.0 == tail_fraction(step_of((0, 5), (0, 5)))
+    assert 0.0 == step_of((0, 5), (0, 5)).tail_share
 
 
 # Without drafts
@@ -299,3 +296,73 @@ def test_the_governors_decisions_over_time() -> None:
     history = engine_histories(measured)["engine-0"]
     assert [(START + 1, START + 3), (START + 4, START + 4)] == disabled_spans(history)
     assert ([4.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]) == (history.base_ms, history.stops)
+
+
+# The summary
+
+
+def findings(job: JobRecording) -> list[str]:
+    return findings_of(job, summarize(job))
+
+
+def test_the_summary_counts_the_training_steps_alone() -> None:
+    rollouts = [
+        ended(tokens=100, finished_at=START + 10),
+        ended(request_id="plain", purpose="eval", draft_mode="off", step=9, tokens=100, finished_at=START + 16),
+    ]
+    summary = summarize(recording(rollouts))
+    assert (1, 1, 100, 10.0, 10.0) == (
+        summary.num_steps,
+        summary.num_rollouts,
+        summary.num_tokens,
+        summary.seconds,
+        summary.tokens_per_second,
+    )
+    assert 1.0 == summary.accepted_per_step
+    assert summary.measured_saving == pytest.approx(1 - 10 / 16)
+    assert summary.estimated_saving is None
+
+
+def test_the_estimated_saving_comes_from_the_cost_model() -> None:
+    measured = [measurement(5, [engine(timed_seconds=4.0, timed_seconds_without_drafts=5.0)])]
+    assert summarize(recording([ended()], measurements=measured)).estimated_saving == pytest.approx(0.2)
+
+
+def test_a_job_without_training_is_summarized_by_its_evaluation() -> None:
+    assert 1 == summarize(recording([ended(purpose="eval")])).num_rollouts
+
+
+def test_what_stands_out_is_said() -> None:
+    text = "\n".join(findings(small_job()))
+    assert "With drafts, they took 37% less time in total." in text
+    assert "Drafting was disabled for 19% of the time in which engine-0 had rollouts" in text
+    assert "The mean reward went from 0.25 to 0.81." in text
+
+
+def test_idle_engines_failures_long_tails_and_interruptions_are_said() -> None:
+    rollouts = [
+        *[ended(sample=sample) for sample in range(7)],
+        ended(sample=7, finish_reason="length", engine="engine-1-x", started_at=START + 9, finished_at=START + 30),
+        ended(sample=8, finish_reason="failed", engine=""),
+    ]
+    measured = [
+        measurement(time, [engine(), engine("engine-1", version=1 + (time >= 10), weights_gap_seconds=9.0)])
+        for time in (0, 2, 6, 10, 20, 100)
+    ]
+    text = "\n".join(findings(recording(rollouts, measurements=measured)))
+    assert "engine-0 was idle for 10 s (10% of its time) although rollouts were waiting." in text
+    assert "engine-0 was idle for 90 s (90% of its time) while other engines finished" in text
+    assert "engine-1 was idle for 6.0 s (6% of its time) although rollouts were waiting." in text
+    assert "Rollouts that failed: 1." in text
+    assert "11% of the rollouts were cut off at max_tokens." in text
+    assert "The longest tail took 93% of step 1: for 28 s" in text
+    assert "The job was interrupted for 80 s" in text
+
+
+def test_an_unremarkable_job_has_nothing_that_stands_out() -> None:
+    assert [] == findings(recording([ended(), ended(sample=1)]))
+
+
+def test_an_acceptance_that_stays_at_zero_is_not_mentioned() -> None:
+    rollouts = [ended(step=step, draft_tokens=0, accepted_tokens=0, decoding_steps=10) for step in (0, 1)]
+    assert not [sentence for sentence in findings(recording(rollouts)) if "Accepted" in sentence]

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from rollout_api.ports import free_port
 from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_worker.cli.main import app
-from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
-from rollout_worker.report.recording_file import load_recording, save_recording
+from rollout_tools.cli.main import app
+from rollout_tools.launch.job_state import RecordedRedis, record_redis
+from rollout_tools.report.recording import load_recording, save_recording
 from tests.support.recordings import small_job
 
 Report = Callable[..., Result]

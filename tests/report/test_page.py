@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.report.page import render_page
-from rollout_worker.report.recording import JobRecording
+from rollout_tools.report.page import render_page
+from rollout_tools.report.recording import JobRecording
 from tests.support.browser import Browser, chromium, drawn_marks, num_colors
 from tests.support.recordings import START, ended, recording, small_job
 

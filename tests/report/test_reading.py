@@ -1,8 +1,10 @@
-"""Reading a recording from a real Redis with a job and a history."""
+"""Reading a recording from a real Redis with a job and a history, saving it, and loading it again."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,23 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
 from rollout_api.redis_client.checks import RedisUnusableError
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.token_texts import decoder_of, show_ids
-from rollout_worker.job.job_store import EngineReport, JobStore
-from rollout_worker.job.job_store.job_record import JobDescription
-from rollout_worker.report.reading import NothingToReportError, read_recording
-from rollout_worker.report.recording import JobRecording, PastLength
-from rollout_worker.report.recording_file import load_recording, save_recording
-from rollout_worker.report.viewed_problems import choose_problems, read_problem
+from rollout_store.history.contents import decoder_of, show_ids
+from rollout_store.history.records import HistoryRecord
+from rollout_store.job import EngineReport, JobStore
+from rollout_store.job.job_record import JobDescription
+from rollout_tools.report.reading import NothingToReportError, read_problem, read_recording
+from rollout_tools.report.recording import (
+    JobRecording,
+    PastLength,
+    RecordingError,
+    choose_problems,
+    load_recording,
+    save_recording,
+)
 from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.history_contents import KEYS, fill, open_history
 from tests.support.job_messages import request, rollout
-from tests.support.recordings import engine, measurement
+from tests.support.recordings import engine, measurement, small_job
 
 UID = "uid"
 
@@ -174,3 +181,56 @@ def test_the_newest_rollouts_of_a_problem_are_read_up_to_a_limit(redis_url: str)
     problem = read_problem(store, "p", show_ids, None, max_tokens=3 * 400)
     assert [1, 2, 2] == [one.generation for one in problem.rollouts]
     assert 1 == problem.num_omitted
+
+
+# The file of a recording
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "recording.json.gz"
+    save_recording(small_job(), file)
+    return file
+
+
+def changed(file: Path, **fields: Any) -> Path:
+    content = json.loads(gzip.decompress(file.read_bytes())) | fields
+    file.write_bytes(gzip.compress(json.dumps(content).encode()))
+    return file
+
+
+def test_a_recording_is_loaded_as_it_was_saved(file: Path) -> None:
+    assert small_job() == load_recording(file)
+    assert ["recording.json.gz"] == [one.name for one in file.parent.iterdir()]
+
+
+def test_fields_of_a_later_release_are_ignored(file: Path) -> None:
+    assert small_job() == load_recording(changed(file, later=1))
+
+
+def test_another_version_is_rejected(file: Path) -> None:
+    with pytest.raises(RecordingError, match=r"has version 2 .*reads version 1; use the release that wrote it \(9\.1"):
+        load_recording(changed(file, version=2, release="9.1"))
+
+
+def test_a_damaged_recording_is_rejected(file: Path) -> None:
+    with pytest.raises(RecordingError, match="damaged recording"):
+        load_recording(changed(file, ended={"columns": ["sample"], "rows": [["x"]]}))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(RecordingError, match="incomplete"):
+        load_recording(file)
+
+
+@pytest.mark.parametrize(
+    "content", [b"text", gzip.compress(b"text", mtime=0), gzip.compress(b'{"name": "x"}', mtime=0)]
+)
+def test_something_else_is_rejected(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with pytest.raises(RecordingError, match="is not a recording of a job"):
+        load_recording(file)
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"cannot read .*No such file"):
+        load_recording(tmp_path / "missing")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from rollout_api import FinishReason, Rollout, RolloutRequest
-from rollout_api.client.turn_records import TurnRecord
+from rollout_api.client.server_records import TurnRecord
 from rollout_server.conversations import ConversationText, continue_conversation
 from tests.support.served_job import MODEL_NAME, ServedJob, serving
 
@@ -73,7 +73,7 @@ def answer_in_single_characters(job: ServedJob, text: str, end: FinishReason) ->
         tokens = [token for character in text for token in job.tokens(character)]
         tokens += [job.tokenizer.eos_token_id] if end is FinishReason.STOP else []
         fields: Any = {"token_ids": tokens, "logprobs": None}
-        job.keep(request, "0", Rollout.model_validate(rollout.model_dump() | fields))
+        job.keep(request, Rollout.model_validate(rollout.model_dump() | fields))
         job.delete_request(request)
 
     return answer

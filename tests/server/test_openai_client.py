@@ -17,8 +17,7 @@ import openai as openai_package
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from rollout_api import FinishReason, Purpose, Refusal, RolloutRequest
-from rollout_api.manifest.spec import Sampling
+from rollout_api import FinishReason, Purpose, RolloutRequest
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -158,7 +157,7 @@ def test_fewer_likely_tokens_are_returned_where_fewer_can_be_sampled(openai: Ope
         first, *rest = rollout.top_logprobs
         likely = [{rollout.token_ids[0]: -0.25}, *rest]
         assert first.keys() > likely[0].keys()
-        job.keep(request, "0", rollout.model_copy(update={"top_logprobs": likely}))
+        job.keep(request, rollout.model_copy(update={"top_logprobs": likely}))
         job.delete_request(request)
 
     completion = while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one", logprobs=2), answer)
@@ -232,7 +231,7 @@ def _answer_without_end_token(job: ServedJob, text: str) -> None:
     [request] = job.wait_for_requests(1)
     assert ["four"] == request.sampling.stop
     rollout = job.rollout(request, 0, text, FinishReason.LENGTH).model_copy(update={"finish_reason": FinishReason.STOP})
-    job.keep(request, "0", rollout)
+    job.keep(request, rollout)
     job.delete_request(request)
 
 
@@ -247,7 +246,7 @@ def test_end_tokens_of_the_model_can_be_ignored(openai: OpenAI, job: ServedJob) 
         rollout = job.rollout(request, 0, "two").model_copy(
             update={"token_ids": tokens, "logprobs": [-0.5] * len(tokens)}
         )
-        job.keep(request, "0", rollout)
+        job.keep(request, rollout)
         job.delete_request(request)
 
     completion = while_calling(
@@ -265,18 +264,6 @@ def test_end_tokens_of_the_model_can_be_ignored(openai: OpenAI, job: ServedJob) 
         answer,
     )
     assert (f"two{end} three{end}", "stop") == (completion.choices[0].text, completion.choices[0].finish_reason)
-
-
-def test_settings_of_later_versions_need_a_job_that_knows_them(job: ServedJob, redis_url: str, model: Path) -> None:
-    earlier = Sampling(n=2, max_tokens=64).model_dump_json(exclude={"ignore_eos"})
-    job.redis.hset(job.keys.job, "sampling", earlier)
-    with (
-        serving(job, redis_url, model) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
-        pytest.raises(openai_package.BadRequestError, match=r"ignore_eos.*upgrade the job's image"),
-    ):
-        client.completions.create(model=MODEL_NAME, prompt="one", extra_body={"ignore_eos": True})
-    assert [] == job.requests()
 
 
 def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
@@ -378,7 +365,7 @@ def test_a_rollout_that_fails_is_an_error_with_its_reason(openai: OpenAI, job: S
         [request] = job.wait_for_requests(1)
         rollout = job.rollout(request, 0, "", FinishReason.LENGTH)
         failed = rollout.model_copy(update={"finish_reason": FinishReason.FAILED, "detail": "minP does not work"})
-        job.keep(request, "0", failed)
+        job.keep(request, failed)
 
     with pytest.raises(openai_package.InternalServerError, match="minP does not work"):
         while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), fail)
@@ -387,7 +374,7 @@ def test_a_rollout_that_fails_is_an_error_with_its_reason(openai: OpenAI, job: S
 def test_a_refused_request_is_an_error_with_the_reason(openai: OpenAI, job: ServedJob) -> None:
     def refuse() -> None:
         [request] = job.wait_for_requests(1)
-        job.keep(request, "refusal", Refusal(request_id=request.request_id, reason="no such version"))
+        job.refuse(request, "no such version")
 
     with pytest.raises(openai_package.BadRequestError, match="no such version"):
         while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), refuse)
@@ -479,7 +466,7 @@ def test_routed_experts_have_vllms_form(server: str, job: ServedJob, start: int)
 
     def answer() -> None:
         [request] = job.wait_for_requests(1)
-        job.keep(request, "0", job.experts(request, job.rollout(request, 0, "two three")))
+        job.keep(request, job.experts(request, job.rollout(request, 0, "two three")))
         job.delete_request(request)
 
     def call() -> dict[str, Any]:

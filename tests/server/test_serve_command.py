@@ -21,7 +21,7 @@ from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for
 
 TOKEN = "a-token-that-is-long-enough"
-COMMAND = [sys.executable, "-m", "rollout_worker.cli", "serve"]
+COMMAND = [sys.executable, "-m", "rollout_tools.cli", "serve"]
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_text_ends_before_a_stop_string_unless_it_is_kept(
         tokens = job.tokens("three four")
         rollout = job.rollout(request, 0, "three four", FinishReason.LENGTH)
         assert tokens == rollout.token_ids
-        job.keep(request, "0", rollout.model_copy(update={"finish_reason": FinishReason.STOP}))
+        job.keep(request, rollout.model_copy(update={"finish_reason": FinishReason.STOP}))
         job.delete_request(request)
 
     changes = {"stop": ["four"], "no_stop_trim": is_kept}
@@ -108,7 +108,7 @@ def test_an_end_token_that_is_ignored_stops_nothing(server: str, job: ServedJob)
 
     def answer() -> None:
         [request] = job.wait_for_requests(1)
-        job.keep(request, "0", job.rollout(request, 0, "three four"))
+        job.keep(request, job.rollout(request, 0, "three four"))
         job.delete_request(request)
 
     changes = {"stop": [f"four{job.text([end])}"], "ignore_eos": True}
@@ -219,7 +219,7 @@ def test_unknown_kept_tokens_are_an_error(server: str, job: ServedJob) -> None:
         [request] = job.wait_for_requests(1)
         rollout = job.rollout(request, 0, "three four")
         kept = [[token] for token in rollout.token_ids[:-1]] + [[]]
-        job.keep(request, "0", rollout.model_copy(update={"kept_token_ids": kept}))
+        job.keep(request, rollout.model_copy(update={"kept_token_ids": kept}))
         job.delete_request(request)
 
     changes = {"top_k": 20, "custom_params": {"return_top_p_token_ids": True}}
@@ -235,7 +235,7 @@ def test_routed_experts_have_slimes_form(server: str, job: ServedJob) -> None:
 
     def answer() -> None:
         found.extend(job.wait_for_requests(1))
-        job.keep(found[0], "0", job.experts(found[0], job.rollout(found[0], 0, "three four")))
+        job.keep(found[0], job.experts(found[0], job.rollout(found[0], 0, "three four")))
         job.delete_request(found[0])
 
     reply = while_calling(lambda: httpx.post(f"{server}/generate", json=body, timeout=30), answer).json()

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from rollout_api import Pause, Resume, WeightsKind, WeightUpdate, encode
-from rollout_api.protocol.messages import Broadcast, JoinGroup, TensorSpec
+from rollout_api import Pause, Resume, WeightsKind, WeightUpdate, decode, encode
+from rollout_api.protocol.messages import InitWeightTransfer, Message, TransferStep, WeightTransfer
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
@@ -97,80 +97,77 @@ INIT_INFO = {"master_address": "10.0.0.7", "master_port": 29500, "rank_offset": 
 UPDATE_INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
 
 
+def report_engines(job: ServedJob, **fields: Any) -> None:
+    """Report two engines that receive weights from a trainer's memory."""
+    for engine in ("a", "b"):
+        job.report_engine(engine, **{"version": 0, "transfer_backend": "nccl", **fields})
+
+
+def join(job: ServedJob, joins: list[InitWeightTransfer], **fields: Any) -> None:
+    """Let the engines join a trainer's group."""
+    wait_for(lambda: bool(job.control_messages()))
+    [message] = job.control_messages()
+    assert isinstance(message, InitWeightTransfer)
+    joins.append(message)
+    job.serve_once()
+    report_engines(job, transfer_group=message.group, **fields)
+
+
 def test_a_trainer_forms_a_group_at_one_server_and_sends_weights_through_another(
     server: str, job: ServedJob, redis_url: str, model: Path
 ) -> None:
     # vllm.distributed.weight_transfer.nccl_engine.NCCLTrainerWeightTransferEngine, vLLM 0.32
-    for engine in ("a", "b"):
-        job.report_engine(engine, version=0, broadcast="nccl")
-    joins: list[JoinGroup] = []
-
-    def join() -> None:
-        wait_for(lambda: bool(job.control_messages()))
-        [message] = job.control_messages()
-        assert isinstance(message, JoinGroup)
-        joins.append(message)
-        job.serve_once()
-        for engine in ("a", "b"):
-            job.report_engine(engine, version=0, broadcast="nccl", group=message.group)
-
+    report_engines(job)
+    joins: list[InitWeightTransfer] = []
     init_info = {**INIT_INFO, "packed": True, "packed_buffer_size_bytes": 1000, "packed_num_buffers": 2}
-    formed = while_calling(lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": init_info}), join)
+    formed = while_calling(
+        lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": init_info}), lambda: join(job, joins)
+    )
     assert {"message": "Weight transfer initialized"} == formed.json()
     [group] = joins
-    assert ("nccl://10.0.0.7:29500", {"a": 1, "b": 2}, 3, 1000) == (
-        group.uri,
-        group.members,
-        group.world_size,
-        group.packed_bytes,
-    )
+    assert ({"a": 1, "b": 2}, init_info) == (group.engines, group.init_info)
+    updates: list[WeightUpdate] = []
 
-    def load(packed_bytes: int) -> None:
+    def start() -> None:
         wait_for(lambda: bool(job.control_messages()))
         [update] = job.control_messages()
         assert isinstance(update, WeightUpdate)
-        expected = Broadcast(
-            group=group.group,
-            ranks=group.members,
-            world_size=3,
-            tensors=[TensorSpec(name="a", dtype="bfloat16", shape=[2, 3])],
-            packed_bytes=packed_bytes,
-        )
-        assert expected == update.broadcast
-        assert group.uri == update.uri
+        assert WeightTransfer(group=group.group, engines=["a", "b"], base=len(updates)) == update.transfer
+        updates.append(update)
         job.serve_once()
-        for engine in ("a", "b"):
-            job.report_engine(engine, version=update.weight_version, broadcast="nccl", group=group.group)
+        report_engines(job, transfer_group=group.group, receiving=update.uri, received=0)
+
+    def steps(update: WeightUpdate) -> list[Message]:
+        return [decode(fields[b"d"]) for _, fields in job.redis.xrange(job.keys.transfer_steps(update.uri))]
+
+    def receive() -> None:
+        wait_for(lambda: bool(steps(updates[-1])))
+        assert [TransferStep(step="update", update_info=UPDATE_INFO)] == steps(updates[-1])
+        report_engines(job, transfer_group=group.group, receiving=updates[-1].uri, received=1)
+
+    def serve() -> None:
+        wait_for(lambda: len(steps(updates[-1])) == 2)
+        assert TransferStep(step="finish") == steps(updates[-1])[1]
+        report_engines(job, version=updates[-1].weight_version, transfer_group=group.group)
 
     with serving(job, redis_url, model, engine=WITH_ADAPTERS) as another:
-        # Before vLLM 0.28, the format was part of each update.
-        for version, info, packed_bytes in [(1, UPDATE_INFO, 1000), (2, {**UPDATE_INFO, "packed": False}, 0)]:
-            assert 200 == post(f"{another}/start_weight_update").status_code
-            reply = while_calling(
-                lambda info=info: post(f"{another}/update_weights", {"update_info": info}),
-                lambda packed_bytes=packed_bytes: load(packed_bytes),
+        for version, url in [(1, server), (2, another)]:
+            assert 200 == while_calling(lambda url=url: post(f"{url}/start_weight_update"), start).status_code
+            received = while_calling(lambda: post(f"{another}/update_weights", {"update_info": UPDATE_INFO}), receive)
+            assert version == received.json()["weight_version"]
+            finished = while_calling(
+                lambda version=version: post(f"{server}/finish_weight_update", {"weight_version": str(version)}), serve
             )
-            assert version == reply.json()["weight_version"]
-            assert 200 == post(f"{another}/finish_weight_update").status_code
+            assert 200 == finished.status_code
     assert {"weight_version": "2"} == httpx.get(f"{server}/weight_info").json()
-    assert 200 == post(f"{server}/finish_weight_update", {"weight_version": "2"}).status_code
-    named = post(f"{server}/finish_weight_update", {"weight_version": "step-2"})
-    assert 400 == named.status_code
-    assert "served as version 2" in named.json()["error"]["message"]
 
 
 def test_the_reason_why_an_engine_has_not_joined_is_returned(server: str, job: ServedJob) -> None:
-    for engine in ("a", "b"):
-        job.report_engine(engine, version=0, broadcast="nccl")
-
-    def fail() -> None:
-        wait_for(lambda: bool(job.control_messages()))
-        [message] = job.control_messages()
-        assert isinstance(message, JoinGroup)
-        job.serve_once()
-        job.report_engine("b", version=0, broadcast="nccl", group=message.group, group_error="no route to host")
-
-    reply = while_calling(lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": INIT_INFO}), fail)
+    report_engines(job)
+    reply = while_calling(
+        lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": INIT_INFO}),
+        lambda: join(job, [], transfer_error="no route to host"),
+    )
     assert 400 == reply.status_code
     assert "b: no route to host" in reply.json()["error"]["message"]
     assert not job.control_messages()
@@ -181,42 +178,45 @@ def test_the_reason_why_an_engine_has_not_joined_is_returned(server: str, job: S
     [
         ({**INIT_INFO, "world_size": 4}, "use world_size 3"),
         ({**INIT_INFO, "world_size": 1}, "world_size"),
+        ({**INIT_INFO, "world_size": "all"}, "world_size is 'all', but must be a number"),
         ({**INIT_INFO, "rank_offset": 2}, "rank_offset"),
-        ({"nccl_unique_id_b64": "AAAA", "rank_offset": 1, "world_size": 3}, "master_address"),
     ],
 )
 def test_groups_that_the_engines_cannot_form_are_refused(
     server: str, job: ServedJob, info: dict[str, Any], advice: str
 ) -> None:
-    for engine in ("a", "b"):
-        job.report_engine(engine, version=0, broadcast="nccl")
+    report_engines(job)
     reply = post(f"{server}/init_weight_transfer_engine", {"init_info": info})
     assert 400 == reply.status_code
     assert advice in reply.text
     assert not job.control_messages()
 
 
-def test_a_job_that_accepts_no_broadcasts_says_so(server: str, job: ServedJob) -> None:
+def test_engines_of_a_backend_without_ranks_all_join(server: str, job: ServedJob) -> None:
+    report_engines(job, transfer_backend="ipc")
+    joins: list[InitWeightTransfer] = []
+    formed = while_calling(
+        lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": {"packed": True}}),
+        lambda: join(job, joins, transfer_backend="ipc"),
+    )
+    assert 200 == formed.status_code
+    assert [{"a", "b"}] == [group.engines.keys() for group in joins]
+
+
+def test_a_job_that_takes_no_weights_from_memory_says_so(server: str, job: ServedJob) -> None:
     job.report_engine("a", version=0)
     reply = post(f"{server}/init_weight_transfer_engine", {"init_info": {**INIT_INFO, "world_size": 2}})
     assert 400 == reply.status_code
-    assert "spec.weights.broadcast is false" in reply.json()["error"]["message"]
+    assert "spec.weights.transfer is none" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("info", "advice"),
-    [
-        (UPDATE_INFO, "POST /init_weight_transfer_engine"),
-        ({**UPDATE_INFO, "shapes": []}, "they must be as many"),
-        ({**UPDATE_INFO, "is_checkpoint_format": False}, "is_checkpoint_format must be true"),
-        ([UPDATE_INFO, UPDATE_INFO], "update_info"),
-    ],
-)
-def test_updates_that_cannot_be_received_are_refused(server: str, job: ServedJob, info: Any, advice: str) -> None:
-    job.report_engine("a", version=0, broadcast="nccl")
-    reply = post(f"{server}/update_weights", {"update_info": info})
-    assert 400 == reply.status_code
-    assert advice in reply.text
+@pytest.mark.parametrize("info", [UPDATE_INFO, [UPDATE_INFO, UPDATE_INFO]])
+def test_updates_that_cannot_be_received_are_refused(server: str, job: ServedJob, info: Any) -> None:
+    report_engines(job)
+    assert 400 == post(f"{server}/update_weights", {"update_info": info}).status_code
+    started = post(f"{server}/start_weight_update")
+    assert 400 == started.status_code
+    assert "call init_weight_transfer_engine again" in started.json()["error"]["message"]
     assert not job.control_messages()
 
 

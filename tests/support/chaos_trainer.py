@@ -36,7 +36,7 @@ def main() -> None:
             with client.step(step, prompts(options.rank, step)) as running:
                 rollouts = list(running)
                 client.report_rewards({rollout.rollout_id: float(len(rollout.token_ids)) for rollout in rollouts})
-                # A step in the journal is complete even if it is not acknowledged; its results are then discarded.
+                # A step in the journal is complete even if its results are not released, which a later step then does.
                 with options.journal.open("a") as journal:
                     done = {rollout.rollout_id: [len(rollout.token_ids), rollout.engine] for rollout in rollouts}
                     journal.write(json.dumps({"step": step, "rollouts": done}) + "\n")

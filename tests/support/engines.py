@@ -18,12 +18,12 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.reference_model import LoopThread
 
@@ -33,9 +33,7 @@ MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
 USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines use vLLM's V2 model runner."""
-needs_v2 = pytest.mark.skipif(
-    not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
-)
+needs_v2 = pytest.mark.skipif(not USES_V2, reason="run with make test-v2")
 """Marks tests of what only vLLM's V2 model runner can do."""
 
 

@@ -1,4 +1,4 @@
-"""A job's side of the protocol in plain Redis commands, written from docs/protocol.md instead of shared code."""
+"""A job's side of the protocol in plain Redis commands, written independently of the job's own code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rollout_api import (
     Refusal,
     Resume,
     Rollout,
+    RolloutId,
     RolloutRequest,
     Sampling,
     WeightSpan,
@@ -27,7 +28,7 @@ from rollout_api import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.length_entries import pack_entry, pack_recent
-from rollout_api.protocol.messages import JoinGroup, Message
+from rollout_api.protocol.messages import InitWeightTransfer, Message
 from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
@@ -69,7 +70,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness weight-deltas",
+            "history_redis": "",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -121,27 +122,55 @@ class FakeJob:
             finish_reason=finish_reason,
         )
 
-    def reply(self, client: str, message: Message) -> None:
-        """Append a message to a client's result stream."""
-        self.redis.xadd(self.keys.results(client), {"d": encode(message)})
+    def keep(self, request: RolloutRequest, rollout: Rollout, *, announced: bool = True) -> None:
+        """Keep a rollout under the id of its request, and tell the client so, unless the client has released it."""
+        self.keep_bytes(request, RolloutId.parse(rollout.rollout_id).sample, encode(rollout), announced=announced)
 
-    def keep(self, request: RolloutRequest, name: str, message: Message) -> None:
-        """Keep an answer under a request's id, and announce that."""
-        self.redis.hset(self.keys.kept(request.request_id), name, encode(message))
-        self.redis.expire(self.keys.kept(request.request_id), request.keep_seconds or 0)
-        self.redis.xadd(self.keys.kept_updates, {"r": request.request_id})
+    def keep_bytes(self, request: RolloutRequest, sample: int, data: bytes, *, announced: bool = True) -> None:
+        """Keep bytes in place of a rollout."""
+        client, request_id = request.reply_to, request.request_id
+        self.admit(request)
+        self.redis.hset(self.keys.ledger(request_id), str(sample), b"")
+        if self.redis.hexists(self.keys.ledger(request_id), "released"):
+            return
+        self.redis.hset(self.keys.results(request_id), str(sample), data)
+        if request.keep_seconds is None:
+            self.redis.sadd(self.keys.unreleased(client), request_id)
+        else:
+            self.redis.expire(self.keys.results(request_id), request.keep_seconds)
+        written = self.redis.hincrby(self.keys.results_written, client, len(data))
+        update = {"r": request_id, "s": sample, "b": len(data), "w": written}
+        if announced:
+            self.redis.xadd(self.keys.result_updates(client), update)
 
-    def answer(self, request: RolloutRequest, samples: list[int] | None = None, **options: Any) -> None:
+    def refuse(self, request: RolloutRequest, reason: str) -> None:
+        """Refuse a request, and delete it."""
+        refusal = Refusal(request_id=request.request_id, reason=reason)
+        self.redis.set(self.keys.refusal(request.request_id), encode(refusal), ex=600)
+        self.redis.xadd(self.keys.result_updates(request.reply_to), {"r": request.request_id})
+        self.delete_request(request)
+        if request.request_id not in self.answered:  # it was never admitted
+            self.redis.delete(self.keys.ledger(request.request_id))
+
+    def admit(self, request: RolloutRequest) -> bool:
+        """Record that a request is known; return False if its client has released its results before."""
+        ledger = self.keys.ledger(request.request_id)
+        if not self.redis.hexists(ledger, "entry"):
+            if self.redis.hexists(ledger, "released"):
+                return False
+            self.redis.hset(ledger, mapping={"entry": "0-0", "n": self.num_samples(request), "cancelled": 0})
+        return True
+
+    def answer(
+        self, request: RolloutRequest, samples: list[int] | None = None, *, announced: bool = True, **options: Any
+    ) -> None:
         """Produce some samples of a request (default: all), and delete the request with the last of them."""
         n = self.num_samples(request)
         for sample in range(n) if samples is None else samples:
             rollout = self.make_rollout(request, sample, **options)
             self.sampled.append(rollout.rollout_id)
             self.answered[request.request_id] = self.answered.get(request.request_id, 0) + 1
-            if request.keep_seconds is None:
-                self.reply(request.reply_to, rollout)
-            else:
-                self.keep(request, str(sample), rollout)
+            self.keep(request, rollout, announced=announced)
         if self.answered[request.request_id] >= n:
             self.delete_request(request)
 
@@ -199,25 +228,19 @@ class FakeJob:
         failed: dict[int, str] | None = None,
         draining: bool = False,
         paused: str = "",
-        broadcast: str = "",
-        group: str = "",
-        group_error: str = "",
-        deltas: bool = True,
+        **fields: object,
     ) -> None:
-        """Write an engine's report and its lease."""
+        """Write an engine's report and its lease, which does not expire."""
         report = {
             "version": version,
             "failed": failed or {},
             "draining": draining,
             "paused": paused,
             "ranks": 1,
-            "broadcast": broadcast,
-            "group": group,
-            "group_error": group_error,
-            "deltas": deltas,
+            **fields,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
-        self.redis.set(self.keys.lease(engine), "1", px=60_000)
+        self.redis.set(self.keys.lease(engine), "1")
 
     # Serving.
 
@@ -230,20 +253,17 @@ class FakeJob:
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.adopt_update(message, entry)
-            if isinstance(message, JoinGroup):
+            if isinstance(message, InitWeightTransfer):
                 self.redis.hset(self.keys.weights, "group", encode(message))
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, Pause | Resume):
                 self.adopt_pause(message.mode if isinstance(message, Pause) else "", entry)
         for entry, request in self.entries():
-            if self.answered.get(request.request_id, 0) >= self.num_samples(request):
+            if not self.admit(request):
                 self.redis.xdel(self.keys.requests, entry)
-                reason = "it was answered before; to sample it again, use another request id"
-                refusal = Refusal(request_id=request.request_id, reason=reason, already_answered=True)
-                if request.keep_seconds is None:
-                    self.reply(request.reply_to, refusal)
-                else:
-                    self.keep(request, "refusal", refusal)
+            elif self.answered.get(request.request_id, 0) >= self.num_samples(request):
+                self.redis.xdel(self.keys.requests, entry)
+                self.refuse(request, "it was answered before; to sample it again, use another request id")
             elif request.request_id in self.cancelled:
                 num_answered = self.answered.get(request.request_id, 0)
                 rest = list(range(num_answered, self.num_samples(request)))

@@ -10,9 +10,8 @@ import redis
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.blocks import START
-from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import HistoryStore
 
 KEYS = HistoryKeys("default", "math")
 """Keys of a history."""

@@ -14,18 +14,17 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect
+from rollout_head.coordinator import Coordinator
+from rollout_head.relay import Relay
+from rollout_store.history.records import START
+from rollout_store.history.store import HistoryStore
+from rollout_store.job import JobStore
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
-from rollout_worker.history.blocks import START
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.engine_worker import EngineWorker
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.relay import Relay
-from rollout_worker.job.shared_checksums import SharedChecksums
-from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.engine_worker import EngineWorker
+from rollout_worker.engine_worker.weight_directories import WeightDirectories
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for_async
 
@@ -56,7 +55,9 @@ async def start_engine(model: Path, url: str, job: RolloutJob, **overrides: Any)
     keys = HistoryKeys("default", "live")
     binding = HistoryLocation(url, keys.namespace, keys.name, window=16)
     drafting = DraftingConfig("fixed", 4, 2**30, binding, governed=False)
-    config = EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting, overrides=overrides)
+    config = EngineConfig(
+        model=model, spec=job.spec.engine, cpu=True, drafting=drafting, weight_transfer="gloo", overrides=overrides
+    )
     return await Engine.start(config)
 
 
@@ -99,9 +100,7 @@ class LiveJob:
         speculation_cutoff: SpeculationCutoff | None = None,
     ) -> EngineWorker:
         job_store = self.job_stores[name] = self.job_store()
-        files = DirectoryTransport(
-            self.model, self.model.parent, ["/"], checksum=SharedChecksums(job_store.weight_checksums)
-        )
+        directories = WeightDirectories(self.model, self.model.parent, ["/"], checksum=job_store.weight_checksums)
         worker = self.workers[name] = EngineWorker(
             engine,
             self.job_stores[name],
@@ -111,8 +110,7 @@ class LiveJob:
             max_running=self.job.spec.engine.max_num_seqs,
             checkpoint_tokens=self.job.spec.engine.checkpoint_tokens,
             sampling=self.job.spec.sampling,
-            transport=CombinedTransport(files, BroadcastTransport()),
-            broadcast=True,
+            directories=directories,
             speculation_disabled=speculation_disabled,
             speculation_cutoff=speculation_cutoff,
         )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_operator import names
+from rollout_operator.objects import names
 
 FINALIZER = "kueue.x-k8s.io/managed"
 GATE = "kueue.x-k8s.io/admission"

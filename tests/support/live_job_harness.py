@@ -10,7 +10,7 @@ from typing import Any
 from rollout_api import AsyncRolloutClient, Prompt, Rollout, RolloutId
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_worker.engine.engine import Engine
-from rollout_worker.job.engine_worker import EngineWorker
+from rollout_worker.engine_worker import EngineWorker
 from tests.support.in_process_job import LiveJob, live, manifest
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread
 from tests.support.waiting import wait_for_async
@@ -65,9 +65,10 @@ async def lose(running: LiveJob, name: str) -> None:
         await running.until(lambda: engine_id.encode() not in running.redis.hkeys(running.keys.engines))
 
 
-async def replace_engine(running: LiveJob, job_harness: JobHarness, name: str) -> EngineWorker:
-    """Replace an engine by one that has the weights of the job's model directory."""
-    await lose(running, name)
+async def replace_engine(running: LiveJob, job_harness: JobHarness, name: str, *, lost: bool = True) -> EngineWorker:
+    """Replace an engine, which is killed unless *lost* is False, by one with the weights of the model's directory."""
+    if lost:
+        await lose(running, name)
     engine = job_harness.engines[name]
     await engine.load_weights(job_harness.models / "0", 0)
     return running.start_worker(name, engine)

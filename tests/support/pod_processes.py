@@ -22,7 +22,7 @@ import yaml
 from rollout_api.ports import free_port
 from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies
@@ -75,7 +75,7 @@ class PodProcesses:
         (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
 
     def start(self, name: str, *options: str) -> None:
-        command = [sys.executable, "-m", "rollout_worker.cli", name, "-f", str(self._directory / "job.yaml")]
+        command = [sys.executable, "-m", "rollout_tools.cli", name, "-f", str(self._directory / "job.yaml")]
         command += ["--uid", UID, *options]
         environment = {
             "ROLLOUT_REDIS_URL": self.url,

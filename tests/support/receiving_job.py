@@ -3,45 +3,63 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from rollout_api import WeightUpdate
-from rollout_api.weights.broadcast import BroadcastGroup, join, receive
+from rollout_api.protocol.messages import InitWeightTransfer, TransferStep, decode
+from tests.support.gloo_receiver import GlooReceiver
 from tests.support.updating_job import UpdatingJob
 
 
 class ReceivingJob(UpdatingJob):
-    """A fake job whose engine takes part in broadcasts as a real one does.
+    """A fake job whose engine receives weights as a real one does.
 
     Args:
         url: URL of Redis.
-        num_failures: number of broadcasts, the first ones, in which the engine does not take part.
+        num_failures: number of transfers, the first ones, in which the engine does not take part.
         **options: arguments of :class:`UpdatingJob`.
     """
 
     def __init__(self, url: str, num_failures: int = 0, **options: Any) -> None:
-        super().__init__(url, broadcast="gloo", **options)
+        super().__init__(url, transfer_backend="gloo", **options)
         self._num_failures = num_failures
-        self._groups: dict[str, BroadcastGroup] = {}
+        self._receiver = GlooReceiver()
+        self._update: WeightUpdate | None = None
+        """The transfer in progress."""
         self.weights: list[dict[str, torch.Tensor]] = []
-        """The tensors of each broadcast."""
+        """The tensors of each transfer."""
 
-    def load(self, update: WeightUpdate) -> str:
-        """Receive a broadcast; weights in a directory are not read."""
-        if update.broadcast is None:
+    def join(self, message: InitWeightTransfer) -> None:
+        """Join the trainer's group."""
+        self._receiver = GlooReceiver()
+        self._receiver.init_weight_transfer_engine(message.init_info)
+        self.report(transfer_group=message.group)
+
+    def load(self, update: WeightUpdate) -> str | None:
+        """Get ready to receive weights from memory; those in a directory are not read."""
+        if update.transfer is None:
             return ""
         if self._num_failures:
             self._num_failures -= 1
             return "the trainer cannot be reached"
-        offer, address = update.broadcast, urlsplit(update.uri)
-        if offer.group not in self._groups:
-            rank, host, port = offer.ranks["engine-0"], str(address.hostname), int(address.port or 0)
-            self._groups[offer.group] = join(
-                address.scheme, host, port, rank=rank, world_size=offer.world_size, device="cpu"
-            )
-        specs = [(spec.name, spec.dtype, spec.shape) for spec in offer.tensors]
-        received = receive(self._groups[offer.group], specs, bucket_bytes=offer.bucket_bytes, device="cpu")
-        self.weights.append({name: tensor.clone() for name, tensor in received})
-        return ""
+        self._update, self._cursor = update, "0"
+        self.report(receiving=update.uri, received=0)
+        return None
+
+    def continue_loading(self) -> None:
+        """Receive what the trainer sends."""
+        if self._update is None:
+            return
+        update = self._update
+        for entry, fields in self.redis.xrange(self.keys.transfer_steps(update.uri), min=f"({self._cursor}"):
+            self._cursor, step = entry.decode(), decode(fields[b"d"])
+            assert isinstance(step, TransferStep)
+            if step.step == "update":
+                assert step.update_info is not None
+                self._receiver.update_weights(step.update_info)
+                self.weights.append(dict(self._receiver.tensors))
+                self.report(received=1)
+            else:
+                self._update = None
+                self.finish(update, step.reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollout_api.protocol.length_entries import rollout_key
-from rollout_worker.history.sync import HistoryRollout, rollout_name
+from rollout_store.history.sync import HistoryRollout, rollout_name
 
 
 def name(rollout_id: str) -> str:

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
-from rollout_worker.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem, ViewedRollout
+from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem, ViewedRollout
 
 START = 1_700_000_000.0
 
@@ -59,7 +59,7 @@ def measurement(time: float, engines: list[EngineMeasurement], **changes: Any) -
         "tokens_per_second": 0.0,
         "saved": None,
         "remaining_seconds": None,
-        "unread": 0,
+        "unread_bytes": 0,
         "engines": engines,
     }
     return Measurement(**{**common, **changes})

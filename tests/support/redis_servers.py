@@ -15,7 +15,7 @@ from typing import Any, Self
 import redis
 
 from rollout_api.ports import free_port
-from rollout_worker.runtime.child_process import spawn_with_parent
+from rollout_store.runtime.child_process import spawn_with_parent
 from tests.support.waiting import wait_for
 
 _START_TIMEOUT_S = 20.0

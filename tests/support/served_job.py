@@ -19,7 +19,7 @@ from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, Ro
 from rollout_api.manifest.spec import Engine
 from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
-from rollout_worker.engine.model_source import load_tokenizer
+from rollout_store.models.model_source import load_tokenizer
 from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.in_process_job import LiveJob
@@ -97,7 +97,7 @@ class ServedJob(FakeJob):
         for sample in range(self.num_samples(request)):
             rollout = self.rollout(request, sample, texts[sample % len(texts)], end)
             self.sampled.append(rollout.rollout_id)
-            self.keep(request, str(sample), rollout)
+            self.keep(request, rollout)
         self.delete_request(request)
 
     def stream_text(self, request: RolloutRequest, sample: int, text: str, *, after: str = "") -> None:

@@ -7,8 +7,10 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_operator import names
-from rollout_operator.actions import (
+from rollout_operator.objects import names
+from rollout_operator.objects.head_status import HeadStatus
+from rollout_operator.objects.observed import ClusterInfo, KeptBundle, Observed, PodView, Rejection, format_timestamp
+from rollout_operator.planning.actions import (
     Action,
     Apply,
     Create,
@@ -21,11 +23,7 @@ from rollout_operator.actions import (
     Plan,
     SetFinalizer,
 )
-from rollout_operator.cluster_info import ClusterInfo
-from rollout_operator.conditions import format_timestamp
-from rollout_operator.head_status import HeadStatus
-from rollout_operator.observed import KeptBundle, Observed, PodView, Rejection
-from rollout_operator.plan import plan
+from rollout_operator.planning.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED

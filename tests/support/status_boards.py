@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
-from rollout_worker.job.job_store import EngineReport
-from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.remaining_length import RemainingWork
+from rollout_head.coordinator.remaining_length import RemainingWork
+from rollout_head.coordinator.status import StatusBoard, StatusInput
+from rollout_store.job import EngineReport
+from rollout_store.job.canary import DriftTest
 
 
 def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoard:
@@ -29,10 +29,9 @@ def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoa
             engine_errors={},
             environment_errors={},
             engines_lost=0,
-            migrated=0,
             dead_letters=0,
             weight_version=0,
-            unread={"client": 0},
+            unread_bytes={"client": 0},
             slow_clients=[],
             remaining=RemainingWork(0.0, 0.0),
             drift=DriftTest(1),

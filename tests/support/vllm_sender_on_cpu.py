@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollout_api.weights.broadcast import GlooGroup
+from rollout_api.weights.gloo import GlooGroup
 
 
 class GlooCommunicator:
@@ -25,7 +25,7 @@ class GlooCommunicator:
 
     def destroy(self) -> None:
         """Leave the group."""
-        self._gloo.leave()
+        self._gloo.destroy()
 
 
 class _Stream:

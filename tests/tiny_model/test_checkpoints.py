@@ -16,7 +16,7 @@ from reasoning_gym.utils import extract_answer
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_worker.tiny_model import ensure
+from rollout_tools.tiny_model import ensure
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_directory_with_other_files_is_rejected(tmp_path: Path) -> None:
 
 def test_writing_them_imports_no_large_library(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom rollout_worker.tiny_model import ensure\n"
+        "import sys\nfrom pathlib import Path\nfrom rollout_tools.tiny_model import ensure\n"
         "ensure(Path(sys.argv[1]))\nprint(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     arguments = [sys.executable, "-c", script, str(tmp_path / "tiny")]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.engine.model_source import load_tokenizer
+from rollout_store.models.model_source import load_tokenizer
 from scripts.tiny_model.tasks import training_problems
 from scripts.tiny_model.tokenizer import build_tokenizer
 

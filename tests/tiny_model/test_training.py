@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_worker.tiny_model import unpacked
+from rollout_tools.tiny_model import unpacked
 from scripts.tiny_model.__main__ import RESOLUTION, pack
 from scripts.tiny_model.train import Recipe, checkpoint_name, train
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
-from rollout_worker.engine.model_source import load_tokenizer
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.models.model_source import load_tokenizer
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 from tests.support.history_contents import rollout_ids_in
 from tests.support.reference_model import make_adapter
 from tests.support.waiting import wait_for
@@ -110,7 +110,7 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     try:
         for name, command in commands.items():
             with logs[name].open("w") as log:
-                arguments = [sys.executable, "-m", "rollout_worker.cli", *command]
+                arguments = [sys.executable, "-m", "rollout_tools.cli", *command]
                 processes.append(subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT))
         wait_for(is_healthy, 180, "the server does not start")
         yield url, directory

@@ -19,9 +19,9 @@ from rollout_api import (
     RolloutClient,
     RolloutClientError,
     RolloutRequest,
-    StepFigures,
     Trajectory,
     WeightsError,
+    step_metrics,
 )
 from rollout_api.integrations.trl import JobRollouts, TurnFunction, group_repeats
 from tests.support.updating_job import UpdatingJob
@@ -227,7 +227,7 @@ def test_rewards_are_reported_and_figures_logged(job: UpdatingJob, client: Rollo
     rewards = reporting(completions=["", "", ""], rollout=sampled, log_metric=logged.__setitem__)
     assert [1.0, None, 0.25] == rewards
     assert {sampled[0].rollout_id: 1.0, sampled[2].rollout_id: 0.25} == job.rewards()
-    assert StepFigures.from_rollouts(sampled, newest_version=1).metrics() == logged
+    assert step_metrics(sampled, newest_version=1) == logged
     # The fake job samples with version 0 although version 1 is published.
     assert (3, 0, 1) == tuple(logged[f"rollout/{name}"] for name in ("num_rollouts", "weight_version", "staleness_max"))
     assert "rollout/reward_mean" not in logged  # TRL logs the reward itself

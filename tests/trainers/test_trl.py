@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout_worker.runtime.model_cache import default_cache
-from rollout_worker.tiny_model import ensure
+from rollout_store.runtime.command_line import default_cache
+from rollout_tools.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
 STEPS = 40
@@ -40,15 +40,15 @@ def train(directory: Path, redis_server: str, steps: int, weights: Path | None =
         directory: directory for what they write.
         redis_server: URL of Redis.
         steps: number of training steps.
-        weights: directory for weights; None to broadcast them.
+        weights: directory for weights; None to send them from memory.
     """
     model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
     manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
     if weights is not None:
-        manifest["spec"]["weights"] = {"broadcast": False, "allowedRoots": [str(weights)]}
+        manifest["spec"]["weights"] = {"transfer": "none", "allowedRoots": [str(weights)]}
     (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
 
-    serve = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
+    serve = [sys.executable, "-m", "rollout_tools.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
     serve += ["--redis", redis_server, "--state-dir", str(directory / "state")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(steps)]
@@ -74,7 +74,7 @@ def train(directory: Path, redis_server: str, steps: int, weights: Path | None =
 
 @pytest.fixture(scope="module")
 def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Train with weights that are broadcast from the trainer's memory."""
+    """Train with weights that are sent from the trainer's memory."""
     return train(tmp_path_factory.mktemp("trl"), redis_server, STEPS)
 
 
@@ -132,9 +132,9 @@ def test_closing_the_job_ends_it(training: Training) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_weights_go_through_files_if_the_job_does_not_allow_broadcasts(redis_server: str, tmp_path: Path) -> None:
+def test_weights_go_through_files_if_the_job_takes_none_from_memory(redis_server: str, tmp_path: Path) -> None:
     training = train(tmp_path, redis_server, 2, tmp_path / "weights")
     assert {1, 2} == {version for line in training.rollouts for version in line["versions"]}
     assert ["version-000001", "version-000002"] == sorted(path.name for path in (tmp_path / "weights").iterdir())
-    reason = f"published through files in {tmp_path / 'weights'}: spec.weights.broadcast of the job is false"
+    reason = f"published through files in {tmp_path / 'weights'}: spec.weights.transfer of the job is none"
     assert 1 == training.output.count(reason)

@@ -73,7 +73,7 @@ def test_parameters_that_only_accelerate_can_gather_are_published_from_memory(
     )
 
 
-def test_a_job_without_broadcasts_gets_files_and_the_log_says_why_once(
+def test_a_job_without_transfers_gets_files_and_the_log_says_why_once(
     redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with publisher(job := UpdatingJob(redis_url), redis_url, tmp_path) as weights:
@@ -81,15 +81,15 @@ def test_a_job_without_broadcasts_gets_files_and_the_log_says_why_once(
             weights.publish(trainer(Model(3, 2)), version)
     assert [str(tmp_path / f"version-00000{version}") for version in (1, 2)] == [update.uri for update in job.updates]
     [record] = [record for record in caplog.records if record.name.endswith("weight_routes")]
-    expected = f"Weights are published through files in {tmp_path}: spec.weights.broadcast of the job is false."
+    expected = f"Weights are published through files in {tmp_path}: spec.weights.transfer of the job is none."
     assert (logging.WARNING, expected) == (record.levelno, record.getMessage())
 
 
-def test_a_job_without_broadcasts_and_a_trainer_without_a_directory_is_an_error_that_names_both_ways(
+def test_a_job_without_transfers_and_a_trainer_without_a_directory_is_an_error_that_names_both_ways(
     redis_url: str,
 ) -> None:
     expected = (
-        r"From memory: spec\.weights\.broadcast of the job is false\. Through files: no directory is set\. Remove the "
+        r"From memory: spec\.weights\.transfer of the job is none\. Through files: no directory is set\. Remove the "
         r"obstacle, or set the argument weights of JobRollouts"
     )
     with (
@@ -103,26 +103,27 @@ def test_a_job_without_broadcasts_and_a_trainer_without_a_directory_is_an_error_
 def test_engines_that_cannot_reach_the_trainer_get_files_from_then_on(redis_url: str, tmp_path: Path) -> None:
     with publisher(job := ReceivingJob(redis_url, num_failures=1), redis_url, tmp_path) as weights:
         assert [2, 3] == [weights.publish(trainer(Model(3, 2)), version) for version in (1, 3)]
-    assert [True, False, False] == [update.broadcast is not None for update in job.updates]
+    assert [True, False, False] == [update.transfer is not None for update in job.updates]
 
 
-def test_a_failed_broadcast_is_repeated_if_there_is_no_directory(redis_url: str) -> None:
+def test_a_failed_transfer_is_repeated_if_there_is_no_directory(redis_url: str) -> None:
     with publisher(job := ReceivingJob(redis_url, num_failures=1), redis_url, None) as weights:
         assert 2 == weights.publish(trainer(Model(3, 2)), 1)
     assert 1 == len(job.weights)
 
 
-def test_later_weights_are_broadcast_again_after_one_failure(redis_url: str, tmp_path: Path) -> None:
+def test_later_weights_are_sent_from_memory_again_after_one_failure(redis_url: str, tmp_path: Path) -> None:
     with publisher(job := ReceivingJob(redis_url), redis_url, tmp_path) as weights:
         weights.publish(trainer(model := Model(3, 2)), 1)
         job._num_failures = 1
         assert [3, 4] == [weights.publish(trainer(model), version) for version in (2, 4)]
-    assert [True, True, False, True] == [update.broadcast is not None for update in job.updates]
+    assert [True, True, False, True] == [update.transfer is not None for update in job.updates]
 
 
-def test_the_obstacles_to_a_broadcast_are_named() -> None:
+def test_the_obstacles_to_a_transfer_are_named() -> None:
     assert "" == why_not_from_memory("gloo", has_gpu=False)
     assert "this process has no GPU" in why_not_from_memory("nccl", has_gpu=False)
+    assert "only vLLM has a sender" in why_not_from_memory("ipc", has_gpu=True)
     assert "" == why_not_from_memory("nccl", has_gpu=True)
 
 
@@ -170,8 +171,8 @@ def test_the_processes_of_a_sharded_trainer_publish_together(redis_url: str) -> 
 
 
 def test_all_processes_learn_why_the_main_one_has_failed(redis_url: str) -> None:
-    reason = "no engine could load weight version 2"
+    reason = "weight version 2 was not received by all engines"
     first, second = run_two_processes(redis_url, ReceivingJob(redis_url, num_failures=2))
+    assert "the main process has not published the weights" in first
     assert reason in first
-    assert "the main process has not published the weights" in second
     assert reason in second

@@ -39,7 +39,7 @@ from rollout_api.integrations.verl import JobReplica, JobServer, job_of, to_job_
 from rollout_api.integrations.verl_settings import FILES_NAME, NAME, REDIS_URL_VARIABLE
 from rollout_api.integrations.verl_version import check
 from rollout_api.integrations.verl_weights import FileCheckpointEngine, JobCheckpointEngine
-from rollout_worker.job.coordinator.open_request import OpenRequest
+from rollout_head.coordinator.open_request import OpenRequest
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 
@@ -207,7 +207,7 @@ def update_weights(servers: LLMServerManager, steps: int, backend: str, **option
         manager.update_weights(step)
 
 
-def test_verl_broadcasts_weights_to_the_job(servers: LLMServerManager, job: ReceivingJob) -> None:
+def test_verl_sends_weights_to_the_job_from_memory(servers: LLMServerManager, job: ReceivingJob) -> None:
     before = job.version
     update_weights(servers, 3, NAME)
     assert [before + 1, before + 2, before + 3] == [update.weight_version for update in job.updates[-3:]]
@@ -245,42 +245,42 @@ def test_verl_publishes_weights_to_the_job_as_files(
     assert (directory / "config.json").is_file()
 
 
-def broadcast(job: UpdatingJob, *steps: int, **options: Any) -> None:
-    """Publish weights as a trainer that broadcasts them does after each of *steps*."""
+def send(job: UpdatingJob, *steps: int, **options: Any) -> None:
+    """Publish weights as a trainer does after each of *steps*."""
     engine = JobCheckpointEngine(100, True, job=job.name, **options)
     for step in steps:
         asyncio.run(engine.send_weights([("one", torch.full((4, 4), float(step)))], global_steps=step))
 
 
-def test_a_trainer_that_returns_to_a_checkpoint_broadcasts_later_versions(
+def test_a_trainer_that_returns_to_a_checkpoint_sends_later_versions(
     redis_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(REDIS_URL_VARIABLE, redis_server)
     receiving = ReceivingJob(redis_server, uid=(uid := uuid4().hex), name=f"default/{uid}", num_failures=1)
     with receiving.serving():
-        broadcast(receiving, 0, 1)  # the first broadcast fails, and is repeated as the next version
-        broadcast(receiving, 1)
+        send(receiving, 0, 1)  # the first transfer fails, and is repeated as the next version
+        send(receiving, 1)
     assert [1, 2, 3, 4] == [update.weight_version for update in receiving.updates]
     assert [0.0, 1.0, 1.0] == [received["one"].mean().item() for received in receiving.weights]
 
 
-def test_verl_writes_files_if_the_job_does_not_allow_broadcasts(
+def test_verl_writes_files_if_the_job_takes_no_weights_from_memory(
     another_job: UpdatingJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     with another_job.serving():
-        broadcast(another_job, 0, 1, weights=str(tmp_path / "weights"), model=str(tmp_path))
+        send(another_job, 0, 1, weights=str(tmp_path / "weights"), model=str(tmp_path))
     assert ["version-000001", "version-000002"] == published(tmp_path / "weights")
-    assert [None, None] == [update.broadcast for update in another_job.updates]
+    assert [None, None] == [update.transfer for update in another_job.updates]
     assert 1 == caplog.text.count("through files in")
 
 
 def test_verl_without_a_way_to_the_engines_is_an_error_that_names_both(another_job: UpdatingJob) -> None:
     expected = (
-        r"From memory: spec\.weights\.broadcast .* Through files: no directory is set.*engine_kwargs\.das\.weights"
+        r"From memory: spec\.weights\.transfer .* Through files: no directory is set.*engine_kwargs\.das\.weights"
     )
     with another_job.serving(), pytest.raises(WeightsError, match=expected):
-        broadcast(another_job, 0)
+        send(another_job, 0)
     assert [] == another_job.updates
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats
+from rollout_store.arrays import Floats
 
 _DECAY = 0.998
 """Weight of a draft relative to the next one, so that about the last 500 drafts count."""

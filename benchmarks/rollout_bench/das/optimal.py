@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.arrays import Floats
+from rollout_store.arrays import Floats
 from rollout_worker.policy.step_cost import StepCost
 
 _BISECTION_STEPS = 60

@@ -11,9 +11,8 @@ from benchmarks.rollout_bench.das.acceptance_curve import AcceptanceCurve, DasAc
 from benchmarks.rollout_bench.das.optimal import optimal_budgets
 from benchmarks.rollout_bench.predicted_lengths import LengthPredictingPolicy, LengthsByProblem, ReplanSchedule
 from rollout_api.length_stats import LengthClass, LengthStats
-from rollout_worker.arrays import Integers
-from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits
-from rollout_worker.policy.rollout_table import Column
+from rollout_store.arrays import Integers
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits
 from rollout_worker.policy.step_cost import StepCost
 
 

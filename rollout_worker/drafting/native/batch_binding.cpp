@@ -1,5 +1,6 @@
 // Checks the arguments of rollout_worker.drafting._native.Batch; rollout_worker/drafting/batch.py documents them.
-#include "batch_binding.hpp"
+
+#include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <chrono>

@@ -22,10 +22,13 @@
 #include <variant>
 #include <vector>
 
-#include "batch_binding.hpp"
 #include "suffix_index.hpp"
 
 namespace nb = nanobind;
+
+namespace das {
+void bind_batch(nb::module_& m);  // in batch_binding.cpp
+}
 
 namespace {
 
@@ -283,21 +286,6 @@ nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t 
   return rows;
 }
 
-nb::list alternatives(das::SuffixIndex& index, std::int64_t handle) {
-  std::vector<std::vector<das::Alternative>> found;
-  {
-    const nb::gil_scoped_release released;
-    found = index.alternatives(handle);
-  }
-  nb::list positions;
-  for (const auto& position : found) {
-    nb::list rows;
-    for (const das::Alternative& one : position) rows.append(nb::make_tuple(one.token, one.mixed, one.calibrated));
-    positions.append(rows);
-  }
-  return positions;
-}
-
 // Returns the getter of a draft property that lists one value of each token.
 template <class Get>
 auto list_of(Get get) {
@@ -471,7 +459,6 @@ NB_MODULE(_native, m) {
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
-      .def("alternatives", &alternatives, nb::arg("handle"))
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)

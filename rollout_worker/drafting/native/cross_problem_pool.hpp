@@ -12,10 +12,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "atomic_shared_ptr.hpp"
-#include "background_thread.hpp"
 #include "memory.hpp"
-#include "segments.hpp"
+#include "problem.hpp"
+#include "threads.hpp"
 
 namespace das {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <exception>
 
-#include "spin.hpp"
+#include "threads.hpp"
 
 namespace das {
 

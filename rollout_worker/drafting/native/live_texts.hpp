@@ -9,7 +9,6 @@
 #include <span>
 #include <vector>
 
-#include "occurrence.hpp"
 #include "text.hpp"
 
 namespace das {

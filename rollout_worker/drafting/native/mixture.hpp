@@ -1,9 +1,11 @@
-// The probability model of a rollout's next tokens, given occurrences of the end of its text.
+// The probability model of a rollout's next tokens, given occurrences of the end of its text, and how it learns.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -11,12 +13,130 @@
 #include <span>
 #include <vector>
 
-#include "age_counts.hpp"
-#include "occurrence.hpp"
-#include "online_parameters.hpp"
 #include "text.hpp"
 
 namespace das {
+
+// Counts accepted and rejected draft tokens by age, in generations. If rollouts of several ages propose the same token,
+// the token counts as one in total, in equal parts for each of these ages.
+class AgeCounts {
+ public:
+  static constexpr std::size_t kAges = 64;  // the last one covers all larger ages
+
+  struct Counts {
+    double verified;
+    double accepted;
+  };
+
+  // Returns the bit that represents an age, 0 or more, in a set of ages.
+  static std::uint64_t bit(std::int64_t age) {
+    return std::uint64_t{1} << std::min<std::int64_t>(age, static_cast<std::int64_t>(kAges) - 1);
+  }
+
+  // Counts one token for the non-empty set `ages`. Accepted and rejected tokens are kept apart, so that a concurrent
+  // reader never sees more accepted than verified tokens.
+  void observe(std::uint64_t ages, bool accepted) {
+    auto& counts = accepted ? accepted_ : rejected_;
+    const auto parts = static_cast<std::uint64_t>(std::popcount(ages));
+    // The youngest age takes the remainder of the division, so that the parts always add up to one token.
+    for (std::uint64_t rest = kToken % parts; ages != 0; ages &= ages - 1, rest = 0) {
+      counts[static_cast<std::size_t>(std::countr_zero(ages))].fetch_add(kToken / parts + rest,
+                                                                         std::memory_order_relaxed);
+    }
+  }
+
+  Counts of(std::size_t age) const {
+    const std::uint64_t accepted = accepted_[age].load(std::memory_order_relaxed);
+    const std::uint64_t rejected = rejected_[age].load(std::memory_order_relaxed);
+    return {static_cast<double>(accepted + rejected) / kToken, static_cast<double>(accepted) / kToken};
+  }
+
+ private:
+  // The least common multiple of 1 to 16, so that one token divides evenly among up to 16 ages.
+  static constexpr std::uint64_t kToken = 720720;
+
+  std::array<std::atomic<std::uint64_t>, kAges> accepted_{};
+  std::array<std::atomic<std::uint64_t>, kAges> rejected_{};
+};
+
+// The serialized state of one parameter. For a probability: the number of positive observations, and of all
+// observations. For a weight: its value, and the sum of its squared gradients.
+struct ParameterState {
+  float value;
+  float evidence;
+};
+
+// A probability, estimated as the mean of a beta distribution with exponential forgetting.
+class LearnedProbability {
+ public:
+  ParameterState state() const {
+    const float positive = positive_.load(std::memory_order_relaxed);
+    return {positive, positive + negative_.load(std::memory_order_relaxed)};
+  }
+
+  static bool is_valid(ParameterState state) { return state.value >= 0.0F && state.value <= state.evidence; }
+
+  // Continues from a saved state, scaled down to at most `max_observations`.
+  void load(ParameterState state, float max_observations) {
+    const float scale = state.evidence > max_observations ? max_observations / state.evidence : 1.0F;
+    positive_.store(scale * state.value, std::memory_order_relaxed);
+    negative_.store(scale * (state.evidence - state.value), std::memory_order_relaxed);
+  }
+
+  // Returns the mean, with a prior that counts as `strength` observations.
+  float mean(float prior, float strength) const {
+    const float positive = positive_.load(std::memory_order_relaxed);
+    const float negative = negative_.load(std::memory_order_relaxed);
+    return (positive + strength * prior) / (positive + negative + strength);
+  }
+
+  // Adds fractional observations, after scaling earlier ones down to `max_observations`. When two threads observe at
+  // the same time, one observation may be lost.
+  void observe(float positive, float negative, float max_observations) {
+    const float old_positive = positive_.load(std::memory_order_relaxed);
+    const float old_negative = negative_.load(std::memory_order_relaxed);
+    const float total = old_positive + old_negative;
+    const float scale = total > max_observations ? max_observations / total : 1.0F;
+    positive_.store(scale * old_positive + positive, std::memory_order_relaxed);
+    negative_.store(scale * old_negative + negative, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<float> positive_{0.0F};
+  std::atomic<float> negative_{0.0F};
+};
+
+// A coefficient that is learned by stochastic gradient ascent with AdaGrad step sizes (Duchi et al. 2011).
+class LearnedWeight {
+ public:
+  explicit LearnedWeight(float value = 0.0F) : value_(value) {}
+
+  ParameterState state() const { return {value(), squares_.load(std::memory_order_relaxed)}; }
+
+  static bool is_valid(ParameterState state) { return std::abs(state.value) < kMaxValue && state.evidence > 0.0F; }
+
+  // Continues from a saved state, as if it had seen at most `max_observations` observations.
+  void load(ParameterState state, float max_observations) {
+    value_.store(state.value, std::memory_order_relaxed);
+    squares_.store(std::min(state.evidence, kTypicalSquare * max_observations), std::memory_order_relaxed);
+  }
+
+  float value() const { return value_.load(std::memory_order_relaxed); }
+
+  void ascend(float gradient, float rate) {
+    const float squares = squares_.load(std::memory_order_relaxed) + gradient * gradient;
+    squares_.store(squares, std::memory_order_relaxed);
+    value_.store(value() + rate * gradient / std::sqrt(squares), std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr float kMaxValue = 100.0F;  // far beyond any useful log-odds
+  // The square of a typical gradient: p (1 - p) for a token that is accepted with a probability p of about 0.9.
+  static constexpr float kTypicalSquare = 0.1F;
+
+  std::atomic<float> value_;
+  std::atomic<float> squares_{1e-2F};
+};
 
 // The reference for the ages and rewards of finished rollouts.
 struct Baseline {

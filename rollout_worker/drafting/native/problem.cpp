@@ -7,6 +7,50 @@
 
 namespace das {
 
+std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& counter,
+                                       std::span<const std::shared_ptr<const Segment>> segments, std::size_t depth) {
+  std::vector<Document> documents;
+  std::vector<std::unique_ptr<Token[]>> text;
+  for (const auto& segment : segments) segment->copy_documents(documents, text);
+  // Oldest first, because a search finds later documents first where contexts are equal.
+  std::sort(documents.begin(), documents.end(), [](const Document& a, const Document& b) { return a.id < b.id; });
+  return Segment::build(counter, documents, depth);
+}
+
+std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments) {
+  std::sort(segments.begin(), segments.end(), [](const auto& a, const auto& b) { return a->tokens() < b->tokens(); });
+  return std::make_shared<const Segments>(counter, segments);
+}
+
+bool should_merge(const Segments& segments) {
+  for (std::size_t i = 1; i < segments.list.size(); ++i) {
+    if (segments.list[i]->tokens() < kSegmentGrowth * segments.list[i - 1]->tokens()) return true;
+  }
+  return false;
+}
+
+SegmentList merge(const std::shared_ptr<ByteCounter>& counter, const Segments& segments, std::size_t depth) {
+  SegmentList merged;
+  SegmentList group;
+  std::size_t tokens = 0;
+  const auto finish_group = [&] {
+    if (group.size() > 1) {
+      merged.push_back(rebuild(counter, group, depth));
+    } else if (!group.empty()) {
+      merged.push_back(group.front());
+    }
+    group.clear();
+    tokens = 0;
+  };
+  for (const auto& segment : segments.list) {
+    if (tokens > 0 && segment->tokens() >= kSegmentGrowth * tokens) finish_group();
+    tokens += segment->tokens();
+    group.push_back(segment);
+  }
+  finish_group();
+  return merged;
+}
+
 namespace {
 
 std::array<std::uint64_t, 2> hash_of(std::span<const Token> tokens) {
@@ -68,6 +112,69 @@ std::shared_ptr<const IndexedPrompt> Problem::index_prompt(std::span<const Token
   const std::lock_guard lock(live);
   last_prompt = indexed;
   return indexed;
+}
+
+ProblemPin::~ProblemPin() {
+  if (registry_ == nullptr) return;
+  const std::lock_guard lock(registry_->mutex_);
+  Problem& problem = *entry_->second;
+  if (--problem.pins > 0 || !problem.is_empty.load()) return;
+  registry_->by_use_.erase(problem.lru_position);
+  registry_->problems_.erase(entry_);
+}
+
+ProblemPin ProblemRegistry::find(std::string_view problem) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = problems_.find(problem);
+  if (entry == problems_.end()) return {};
+  ++entry->second->pins;
+  return {*this, entry};
+}
+
+ProblemPin ProblemRegistry::use(std::string_view problem) {
+  const std::lock_guard lock(mutex_);
+  auto entry = problems_.find(problem);
+  if (entry == problems_.end()) {
+    entry = problems_.emplace(problem, std::make_unique<Problem>(bytes_)).first;
+    try {
+      entry->second->lru_position = by_use_.insert(by_use_.end(), entry);
+    } catch (...) {
+      problems_.erase(entry);
+      throw;
+    }
+  } else {
+    by_use_.splice(by_use_.end(), by_use_, entry->second->lru_position);
+  }
+  ++entry->second->pins;
+  return {*this, entry};
+}
+
+ProblemPin ProblemRegistry::least_recently_used() {
+  const std::lock_guard lock(mutex_);
+  for (const bool allow_pinned : {false, true}) {
+    for (const ProblemMap::iterator entry : by_use_) {
+      Problem& problem = *entry->second;
+      if (problem.is_empty.load() || (problem.pins > 0 && !allow_pinned)) continue;
+      ++problem.pins;
+      return {*this, entry};
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> ProblemRegistry::ids() {
+  std::vector<std::string> ids;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [id, problem] : problems_) {
+    if (!problem->is_empty.load()) ids.emplace_back(id);
+  }
+  return ids;
+}
+
+void ProblemRegistry::raise_newest_generation(std::int64_t generation) {
+  for (std::int64_t known = newest_generation_.load();
+       known < generation && !newest_generation_.compare_exchange_weak(known, generation);) {
+  }
 }
 
 }  // namespace das

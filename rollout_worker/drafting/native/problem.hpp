@@ -1,10 +1,11 @@
-// One problem: its history, and the live texts that its open requests share.
+// Problems: the segments of a problem's history, the texts that are running, and the registry of all problems.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -12,14 +13,49 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "atomic_shared_ptr.hpp"
 #include "live_texts.hpp"
 #include "memory.hpp"
-#include "segments.hpp"
+#include "segment.hpp"
 
 namespace das {
+
+using SegmentList = std::vector<std::shared_ptr<const Segment>>;
+
+// Neighbors in a list are merged unless the larger one is at least this many times as large as the smaller one.
+inline constexpr std::size_t kSegmentGrowth = 4;
+
+// An immutable list of segments.
+struct Segments {
+  explicit Segments(const std::shared_ptr<ByteCounter>& counter,
+                    std::span<const std::shared_ptr<const Segment>> all = {})
+      : charge(counter, sizeof(Segments)), list(all.begin(), all.end(), counter.get()) {}
+
+  std::size_t tokens() const {
+    std::size_t tokens = 0;
+    for (const auto& segment : list) tokens += segment->tokens();
+    return tokens;
+  }
+
+  Charge charge;
+  std::pmr::vector<std::shared_ptr<const Segment>> list;
+};
+
+// Builds one segment of all documents of `segments`, in the order of their ids.
+std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& counter,
+                                       std::span<const std::shared_ptr<const Segment>> segments, std::size_t depth);
+
+// Returns the list sorted by size, smallest segment first, as the next two functions expect it.
+std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments);
+
+// Returns whether merge() would change the list.
+bool should_merge(const Segments& segments);
+
+// Merges segments of similar size, so that sizes grow geometrically.
+SegmentList merge(const std::shared_ptr<ByteCounter>& counter, const Segments& segments, std::size_t depth);
 
 // The texts of requests that were open at the same time; freed when the last of them is closed.
 struct SharedLiveTexts {
@@ -80,6 +116,55 @@ struct Problem {
   std::mutex live;  // guards the next two, and writing to the live texts
   std::shared_ptr<SharedLiveTexts> live_texts;
   std::weak_ptr<const IndexedPrompt> last_prompt;
+};
+
+class ProblemRegistry;
+
+// Keeps a problem in the registry. A problem without rollouts is removed together with its last pin.
+class ProblemPin {
+ public:
+  ProblemPin() = default;
+  ProblemPin(ProblemRegistry& registry, ProblemMap::iterator entry) : registry_(&registry), entry_(entry) {}
+  ProblemPin(ProblemPin&& other) noexcept : registry_(std::exchange(other.registry_, nullptr)), entry_(other.entry_) {}
+  ProblemPin& operator=(ProblemPin&&) = delete;
+  ~ProblemPin();
+  explicit operator bool() const { return registry_ != nullptr; }
+  std::string_view id() const { return entry_->first; }
+  Problem& operator*() const { return *entry_->second; }
+  Problem* operator->() const { return entry_->second.get(); }
+
+ private:
+  ProblemRegistry* registry_ = nullptr;
+  ProblemMap::iterator entry_;
+};
+
+class ProblemRegistry {
+ public:
+  explicit ProblemRegistry(const IndexBytes& bytes) : bytes_(bytes), problems_(bytes.all.get()) {}
+
+  // Returns an empty pin if there is no such problem.
+  ProblemPin find(std::string_view problem);
+  // Creates the problem if it does not exist, and marks it as the most recently used one.
+  ProblemPin use(std::string_view problem);
+  // Returns the least recently used problem with rollouts, preferring those without pins; an empty pin if there is
+  // none.
+  ProblemPin least_recently_used();
+
+  // Returns the ids of all problems that have rollouts, sorted.
+  std::vector<std::string> ids();
+
+  // The newest generation of all rollouts that were ever added; ages are counted from it.
+  std::int64_t newest_generation() const { return newest_generation_.load(std::memory_order_relaxed); }
+  void raise_newest_generation(std::int64_t generation);
+
+ private:
+  friend class ProblemPin;
+
+  const IndexBytes bytes_;
+  std::mutex mutex_;  // guards the next two; it is held for look-ups only
+  ProblemMap problems_;
+  std::list<ProblemMap::iterator> by_use_;  // least recently used first
+  std::atomic<std::int64_t> newest_generation_{std::numeric_limits<std::int64_t>::min()};
 };
 
 }  // namespace das

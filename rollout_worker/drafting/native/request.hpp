@@ -1,4 +1,4 @@
-// The state of one open request: a response that is being generated.
+// Requests, which are rollouts that are being generated: their texts, match states and drafts, and the table of them.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,151 @@
 #include <memory>
 #include <memory_resource>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
-#include "draft_set.hpp"
 #include "live_texts.hpp"
 #include "memory.hpp"
 #include "mixture.hpp"
-#include "problem_registry.hpp"
-#include "token_sources.hpp"
+#include "problem.hpp"
+#include "text.hpp"
 
 namespace das {
+
+class TokenSources {
+ public:
+  using Code = std::uint8_t;
+  // The code of a token that was sampled without an accepted draft token; that of an accepted draft token is 1 plus the
+  // number of its source.
+  static constexpr Code kSampled = 0;
+  static Code code_of(const DraftPosition& position) {
+    return static_cast<Code>(1 + static_cast<Code>(position.source()));
+  }
+
+  explicit TokenSources(std::pmr::memory_resource* memory) : codes_(memory) {}
+
+  // Adds the tokens of a draft that were verified.
+  void add_verified(std::span<const DraftPosition> verified) {
+    for (const DraftPosition& position : verified) ++verified_[static_cast<std::size_t>(position.source())];
+  }
+  // Adds the accepted tokens of a draft, the first of which is token number `first` of the response. The tokens between
+  // those that were added before and this one were sampled.
+  void add_accepted(std::span<const DraftPosition> accepted, std::size_t first) {
+    if (accepted.empty()) return;
+    codes_.resize(first, kSampled);
+    for (const DraftPosition& position : accepted) codes_.push_back(code_of(position));
+  }
+
+  // The codes of the response's tokens up to the last accepted draft token.
+  std::span<const Code> codes() const { return codes_; }
+  const std::array<std::uint64_t, kSources>& verified() const { return verified_; }
+
+ private:
+  std::pmr::vector<Code> codes_;
+  std::array<std::uint64_t, kSources> verified_{};
+};
+
+// A position in a rollout of the history that a request has followed.
+struct Anchor {
+  std::uint64_t segment;        // serial number
+  std::size_t position;         // in the segment
+  std::size_t response_length;  // of the request when it was at this position
+};
+
+// How the verification of a draft may end: the number of accepted tokens, and the token that is sampled after them.
+struct Outcome {
+  std::size_t accepted = 0;
+  Token next = kBoundary;
+};
+
+// Stores drafts by the outcome after which they are used. What a look-up reads is small and stored together; positions
+// and anchors are read only later.
+class DraftSet {
+ public:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+
+  // A token of a draft, with the probability that it and all tokens before it are accepted.
+  struct DraftedToken {
+    Token token;
+    double survival;
+  };
+
+  explicit DraftSet(std::pmr::memory_resource* memory)
+      : keys_(memory), tokens_(memory), positions_(memory), anchors_(memory) {}
+
+  std::size_t num_positions() const { return positions_.size(); }
+  void clear() {
+    keys_.clear();
+    tokens_.clear();
+    positions_.clear();
+    anchors_.clear();
+  }
+
+  // Has the processor fetch what a look-up reads. Likely outcomes come first.
+  void prefetch_keys() const { fetch(keys_.data(), std::min<std::size_t>(keys_.size(), 32)); }
+  void prefetch_tokens(std::uint32_t draft) const { fetch(tokens(draft).data(), 4); }
+
+  // Returns the number of the draft for an outcome, or kNone.
+  std::uint32_t find(Outcome outcome) const {
+    for (std::size_t i = 0; i < keys_.size(); ++i) {
+      if (keys_[i].next == outcome.next && keys_[i].accepted == outcome.accepted) return static_cast<std::uint32_t>(i);
+    }
+    return kNone;
+  }
+
+  // Where Mixture::draft() appends positions; finish() makes those that were added since the last call a draft.
+  std::pmr::vector<DraftPosition>& writable_positions() { return positions_; }
+  std::uint32_t finish(Outcome outcome, std::span<const Anchor> anchors) {
+    const std::size_t first = tokens_.size();
+    double survival = 1.0;
+    for (std::size_t i = first; i < positions_.size(); ++i) {
+      survival *= positions_[i].probability;
+      tokens_.push_back({positions_[i].token, survival});
+    }
+    Anchors& stored = anchors_.emplace_back();
+    stored.count = anchors.size();
+    std::copy(anchors.begin(), anchors.end(), stored.list.begin());
+    keys_.push_back({outcome.next, static_cast<std::uint32_t>(outcome.accepted), static_cast<std::uint32_t>(first),
+                     static_cast<std::uint32_t>(tokens_.size() - first)});
+    return static_cast<std::uint32_t>(keys_.size() - 1);
+  }
+
+  // The next three return what belongs to one draft.
+  std::span<const DraftedToken> tokens(std::uint32_t draft) const { return part(tokens_, draft); }
+  std::span<const DraftPosition> positions(std::uint32_t draft) const { return part(positions_, draft); }
+  std::span<const Anchor> anchors(std::uint32_t draft) const {
+    return std::span(anchors_[draft].list).first(anchors_[draft].count);
+  }
+
+ private:
+  struct Key {
+    Token next;
+    std::uint32_t accepted;
+    std::uint32_t first;
+    std::uint32_t count;
+  };
+  struct Anchors {
+    std::size_t count;
+    std::array<Anchor, Mixture::kAnchors> list;
+  };
+  template <class T>
+  std::span<const T> part(const std::pmr::vector<T>& all, std::uint32_t draft) const {
+    return std::span(all).subspan(keys_[draft].first, keys_[draft].count);
+  }
+  template <class T>
+  static void fetch(const T* first, std::size_t count) {
+    constexpr std::size_t kCacheLine = 64;
+    const auto* const bytes = reinterpret_cast<const char*>(first);
+    for (std::size_t i = 0; i < count * sizeof(T); i += kCacheLine) __builtin_prefetch(bytes + i);
+  }
+
+  std::pmr::vector<Key> keys_;
+  std::pmr::vector<DraftedToken> tokens_;
+  std::pmr::vector<DraftPosition> positions_;
+  std::pmr::vector<Anchors> anchors_;
+};
 
 // The sources in which a request searches for occurrences.
 struct Sources {
@@ -156,5 +290,37 @@ struct Request {
 
 // The requests of a batch.
 using RequestList = std::vector<std::shared_ptr<Request>>;
+
+struct UnknownRequest : std::out_of_range {
+  using std::out_of_range::out_of_range;
+};
+
+// Maps handles to requests. A handle consists of a serial number and, in its low bits, the index of the request's
+// entry. find() and remove() throw UnknownRequest for a handle that is not open.
+class RequestTable {
+ public:
+  using Handle = std::int64_t;
+  static constexpr Handle kNone = -1;  // never the handle of a request
+
+  // Throws std::length_error if too many requests are open.
+  Handle insert(std::shared_ptr<Request> request);
+  std::shared_ptr<Request> find(Handle handle) const;
+  std::vector<std::shared_ptr<Request>> find(std::span<const Handle> handles) const;
+  std::shared_ptr<Request> remove(Handle handle);
+
+ private:
+  struct Entry {
+    Handle handle = kNone;
+    std::shared_ptr<Request> request;
+  };
+  static constexpr Handle kMaxEntries = Handle{1} << 24;
+
+  const std::shared_ptr<Request>& at(Handle handle) const;  // mutex_ is held
+
+  mutable std::mutex mutex_;  // guards the next three; it is held for look-ups only
+  std::vector<Entry> entries_;
+  std::vector<Handle> free_indices_;
+  Handle next_serial_ = 0;
+};
 
 }  // namespace das

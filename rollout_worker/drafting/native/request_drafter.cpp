@@ -374,20 +374,6 @@ std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::s
   return texts;
 }
 
-std::vector<std::vector<Alternative>> RequestDrafter::alternatives(Request& request) const {
-  const std::lock_guard lock(request.mutex);
-  std::vector<std::vector<Alternative>> alternatives;
-  if (request.last.number == DraftSet::kNone) return alternatives;
-  for (const DraftPosition& position : request.sets[request.last.set].positions(request.last.number)) {
-    auto& found = alternatives.emplace_back();
-    for (std::size_t k = 0; k < position.num_candidates; ++k) {
-      if (position.mixed[k] > 0.0F)
-        found.push_back({position.candidates[k], position.mixed[k], mixture_.probability(position, k)});
-    }
-  }
-  return alternatives;
-}
-
 SourceCounts RequestDrafter::counts(Source source) const {
   const Counters& counters = counters_[static_cast<std::size_t>(source)];
   return {counters.drafted.load(std::memory_order_relaxed), counters.verified.load(std::memory_order_relaxed),

@@ -1,6 +1,7 @@
-// Drafting for open requests, and learning from what was sampled.
+// Drafting for open requests, and learning from what was sampled and verified.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -8,14 +9,53 @@
 #include <span>
 #include <vector>
 
-#include "age_counts.hpp"
 #include "cross_problem_pool.hpp"
 #include "mixture.hpp"
-#include "problem_registry.hpp"
+#include "problem.hpp"
 #include "request.hpp"
-#include "verification_counts.hpp"
+#include "text.hpp"
 
 namespace das {
+
+// Any number of threads may call it.
+class VerificationCounts {
+ public:
+  static constexpr std::size_t kPositions = 16;  // the last one covers all later positions
+
+  struct Counts {
+    std::uint64_t verified;
+    std::uint64_t accepted;
+  };
+
+  // Counts the tokens of a draft that were verified, the first `accepted` of which were accepted.
+  void add(std::span<const DraftPosition> verified, std::size_t accepted) {
+    for (std::size_t i = 0; i < verified.size(); ++i) {
+      add(sources_[static_cast<std::size_t>(verified[i].source())], i < accepted);
+      add(positions_[std::min(i, kPositions - 1)], i < accepted);
+    }
+  }
+
+  Counts of(Source source) const { return read(sources_[static_cast<std::size_t>(source)]); }
+  Counts at(std::size_t position) const { return read(positions_[position]); }
+
+ private:
+  // Accepted and rejected tokens are kept apart, so that a concurrent reader never sees more accepted than verified
+  // tokens.
+  struct Counters {
+    std::atomic<std::uint64_t> accepted{0};
+    std::atomic<std::uint64_t> rejected{0};
+  };
+  static void add(Counters& counters, bool is_accepted) {
+    (is_accepted ? counters.accepted : counters.rejected).fetch_add(1, std::memory_order_relaxed);
+  }
+  static Counts read(const Counters& counters) {
+    const std::uint64_t accepted = counters.accepted.load(std::memory_order_relaxed);
+    return {accepted + counters.rejected.load(std::memory_order_relaxed), accepted};
+  }
+
+  std::array<Counters, kSources> sources_;
+  std::array<Counters, kPositions> positions_;
+};
 
 struct DraftToken {
   Token token;
@@ -47,13 +87,6 @@ struct SourceCounts {
   std::uint64_t accepted = 0;
 };
 
-// A token that may follow at a position of a draft.
-struct Alternative {
-  Token token;
-  float mixed;       // its probability according to the mixture; those of all tokens add up to at most 1
-  float calibrated;  // the probability that it is accepted if it is drafted
-};
-
 // Finds occurrences, drafts by the mixture, and counts and learns which draft tokens are accepted. Any number of
 // threads may call it; calls for the same request wait for each other.
 class RequestDrafter {
@@ -73,7 +106,6 @@ class RequestDrafter {
   // Closes a request.
   ClosedRequest close(Request& request);
   // Returns the tokens among which the request's last draft has chosen, by position of the draft.
-  std::vector<std::vector<Alternative>> alternatives(Request& request) const;
 
   // The others require that the caller holds the request's lock.
   // Appends the reported tokens to the texts of the request itself, so that a draft can be computed.

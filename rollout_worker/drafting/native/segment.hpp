@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "memory.hpp"
-#include "occurrence.hpp"
 #include "text.hpp"
 
 namespace das {

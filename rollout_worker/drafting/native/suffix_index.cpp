@@ -77,8 +77,4 @@ std::vector<OccurrenceText> SuffixIndex::occurrences(Handle handle, std::size_t 
   return drafter_.occurrences(*requests_.find(handle), length);
 }
 
-std::vector<std::vector<Alternative>> SuffixIndex::alternatives(Handle handle) {
-  return drafter_.alternatives(*requests_.find(handle));
-}
-
 }  // namespace das

@@ -10,16 +10,14 @@
 #include <utility>
 #include <vector>
 
-#include "background_thread.hpp"
 #include "batch_stepper.hpp"
 #include "cross_problem_pool.hpp"
-#include "evictor.hpp"
 #include "history_writer.hpp"
 #include "memory.hpp"
-#include "problem_registry.hpp"
+#include "problem.hpp"
+#include "request.hpp"
 #include "request_drafter.hpp"
-#include "request_table.hpp"
-#include "worker_pool.hpp"
+#include "threads.hpp"
 
 namespace das {
 
@@ -79,7 +77,6 @@ class SuffixIndex {
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
                            std::span<const double> min_survivals);
   std::vector<OccurrenceText> occurrences(Handle handle, std::size_t length);
-  std::vector<std::vector<Alternative>> alternatives(Handle handle);
 
   // The state of the mixture; see Mixture.
   std::vector<ParameterState> state() const { return drafter_.mixture().state(); }

@@ -7,7 +7,7 @@ import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_api.protocol.keys import HISTORY_NAMES
-from rollout_worker.history.limits import COMPACTION_DELAY_S
+from rollout_store.history.maintenance.planner import COMPACTION_DELAY_S
 from tests.support.cluster.example_jobs import (
     HISTORY_BYTES,
     QUICKSTART,

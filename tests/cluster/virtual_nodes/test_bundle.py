@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from rollout_api.bundle.archive import read_archive
 from tests.support.cluster.control_plane import ControlPlane
@@ -95,7 +95,7 @@ def test_a_running_job_is_described(
     operated_jobs.wait_for_running("working", 3)
     files = collect(plugin, "working", tmp_path / "bundle.tar.gz")
     for pod in ("head", "worker-0", "worker-1"):
-        assert "Name:" in files[f"pods/working-{pod}.txt"].decode()
+        assert f"working-{pod}" == json.loads(files[f"pods/working-{pod}.json"])["metadata"]["name"]
     page = files["README.md"].decode()
     assert "logs/working-head/head.log" in page.partition("## What is missing")[2]
     assert "the operator keeps a bundle only of jobs that have failed" in page

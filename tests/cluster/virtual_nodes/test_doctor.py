@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,8 +14,8 @@ import pytest
 import yaml
 
 from rollout_api import parse_job
-from rollout_worker.doctor.cluster.examination import examine_cluster
-from rollout_worker.doctor.findings import Finding, Severity
+from rollout_tools.doctor.cluster.examination import examine_cluster
+from rollout_tools.doctor.findings import Finding, Severity
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import CRDS, ControlPlane
@@ -29,9 +30,11 @@ Examine = Callable[..., dict[str, Finding]]
 
 
 @pytest.fixture
-def examine(cluster: ControlPlane, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Examine:
+def examine(cluster: ControlPlane, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
     """A function that returns the findings about a job in the test's namespace, by their checks."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    (tmp_path / "kubectl").symlink_to(cluster.binaries / "bin" / cluster.kubectl_name)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def findings(kubeconfig: Path = cluster.kubeconfig, **sections: Any) -> dict[str, Finding]:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))

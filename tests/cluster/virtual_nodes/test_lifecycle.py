@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 import pytest
-from rollout_operator import names
-from rollout_operator.head_status import STATUS_PERIOD_S
+from rollout_operator.objects import names
+from rollout_operator.objects.head_status import STATUS_PERIOD_S
 
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane

@@ -8,9 +8,9 @@ import contextlib
 import pytest
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
-from rollout_operator.kubernetes_api import KubernetesApi
-from rollout_operator.missing_jobs import remove_missing_jobs
-from rollout_operator.object_cache import JobKey, ObjectCache
+from rollout_operator.cluster.kopf_watch import remove_missing_jobs
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.object_cache import JobKey, ObjectCache
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from tests.support.cluster.control_plane import ControlPlane

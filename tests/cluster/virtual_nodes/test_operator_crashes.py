@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from rollout_operator.leader_election import LEASE_DURATION_S
+from rollout_operator.cluster.leader_election import LEASE_DURATION_S
 
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis
-from rollout_operator.names import redis_secret
+from rollout_operator.objects.names import redis_secret
 from rollout_operator.redis_users import user_prefix
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
@@ -109,7 +109,13 @@ def test_the_admin_secret_is_created_once_with_the_permissions_of_the_chart(
     cluster: CompleteControlPlane, jobs: Jobs, permitted: Path
 ) -> None:
     def create(kubeconfig: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rollout_operator.admin_secret", f"{jobs.namespace}/admin", "redis:6379"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollout_operator.cluster.admin_secret",
+            f"{jobs.namespace}/admin",
+            "redis:6379",
+        ]
         variables = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         return subprocess.run(command, env=variables, capture_output=True, text=True)
 
@@ -171,7 +177,7 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
 
     # A user may access the keys of its own job and history.
     keys, history = MessageKeys(uids["math"]), HistoryKeys(jobs.namespace, "math")
-    math.xadd(keys.results("rank-0"), {"d": b"1"})
+    math.xadd(keys.requests, {"d": b"1"})
     math.xadd(history.log("p"), {"d": b"1"})
     math.hset(history.meta, "generation", 1)
     math.set(job_uid_key(f"{jobs.namespace}/math"), uids["math"])
@@ -179,11 +185,11 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
 
     # It may neither access those of others nor administer the server.
     denied = [
-        lambda: code.xrange(keys.results("rank-0")),
-        lambda: code.xadd(keys.requests, {"d": b"1"}),
+        lambda: code.xrange(keys.requests),
+        lambda: code.xadd(keys.control, {"d": b"1"}),
         lambda: code.xrange(history.log("p")),
         lambda: code.hgetall(history.meta),
-        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.results("rank-0")),
+        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.requests),
         lambda: code.set(job_uid_key(f"{jobs.namespace}/math"), uids["code"]),
         lambda: code.execute_command("FUNCTION", "FLUSH"),
         code.script_flush,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import API_VERSION
 from tests.support.cluster.jobs import Jobs

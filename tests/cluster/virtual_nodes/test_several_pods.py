@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes.client import ApiException
-from rollout_operator import names
-from rollout_operator.object_diff import needs_apply
+from rollout_operator.objects import names
+from rollout_operator.objects.owned_objects import needs_apply
 
 from rollout_api import ManifestError, parse_job
 from rollout_api.manifest.rollout_job import KIND

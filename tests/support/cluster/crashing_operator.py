@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from rollout_operator.__main__ import main
-from rollout_operator.kubernetes_api import KubernetesApi
+from rollout_operator.cluster.kubernetes_api import KubernetesApi
 
 CRASH_EXIT_CODE = 9
 _CRASHES = [(moment, changes) for changes in range(3) for moment in ("after", "before")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION
 from tests.support.cluster.controller import Controller

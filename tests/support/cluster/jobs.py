@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kubernetes import client
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from tests.support.cluster.control_plane import ControlPlane

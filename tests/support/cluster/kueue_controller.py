@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from kubernetes import client
-from rollout_operator import names
+from rollout_operator.objects import names
 
 from tests.support import kueue
 from tests.support.cluster.control_plane import ControlPlane

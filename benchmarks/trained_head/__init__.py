@@ -1,1 +1,0 @@
-"""What a trained draft head adds to the drafts from earlier rollouts."""

@@ -1,0 +1,243 @@
+"""Executes plans: writes the status, posts the Events, then executes the actions. Every step is idempotent."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
+from rollout_operator.cluster.bundle_collector import keep_bundle
+from rollout_operator.cluster.kubernetes_api import (
+    ApiError,
+    KubernetesApi,
+    job_reference,
+    object_reference,
+    pod_reference,
+    workload_reference,
+)
+from rollout_operator.cluster.object_cache import ObjectCache, job_key
+from rollout_operator.objects import names
+from rollout_operator.objects.observed import Manifest, Observed, Rejection, Target, format_timestamp
+from rollout_operator.planning.actions import (
+    Action,
+    Apply,
+    Create,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    DeleteWorkload,
+    Event,
+    KeepBundle,
+    Plan,
+    SetFinalizer,
+)
+
+logger = logging.getLogger(__name__)
+
+_EVENT_PERIOD_S = 600.0
+"""Identical Events within such a period are posted once."""
+_MAX_EVENT_MESSAGE = 1024
+"""Limit of the Kubernetes API."""
+
+
+class OutdatedError(Exception):
+    """The job has changed since it was observed, so that the plan is outdated and a new reconcile is required."""
+
+
+async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[Rejection]:
+    """Execute a plan.
+
+    The API server's responses are written to the cache at once, so that the next reconcile does not have to wait for
+    the watch to deliver them.
+
+    Returns:
+        The actions that the API server rejected permanently. They do not keep the other actions from being executed.
+
+    Raises:
+        OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
+        ApiError: if a request failed temporarily. The remaining steps were not executed.
+    """
+    if plan.status is not None:
+        await _write_status(api, cache, observed.job, plan)
+    for event in plan.events:
+        await post_event(api, observed.job, event, observed.now)
+    rejections = []
+    for action in plan.actions:
+        try:
+            await _execute_action(api, cache, observed, action)
+        except ApiError as error:
+            # The pods of a failed job are not kept any longer because their logs cannot be stored.
+            if error.transient and not isinstance(action, KeepBundle):
+                raise
+            target = _target(action, observed.job)
+            rejections.append(Rejection(target, error.reason, error.message, observed.now))
+            logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
+    return rejections
+
+
+async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
+    metadata = job["metadata"]
+    reference = job_reference(metadata["namespace"], metadata["name"])
+    # With the observed resource version, the slower of two concurrent operators gets a conflict.
+    reference["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
+    try:
+        cache.update_job_from_response(await api.apply({**reference, "status": plan.status}, subresource="status"))
+    except ApiError as error:
+        if error.not_found:
+            # kopf does not report what was deleted while its watch was interrupted.
+            cache.remove_job(job_key(job))
+        if error.conflict or error.not_found:
+            raise OutdatedError from error
+        raise
+
+
+async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Observed, action: Action) -> None:
+    job = observed.job
+    metadata = job["metadata"]
+    namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
+    match action:
+        case Create(manifest):
+            cache.update_from_response(await _create(api, manifest, uid), manifest["kind"])
+        case Apply(manifest):
+            cache.update_from_response(await api.apply(manifest), manifest["kind"])
+        case DeletePod(pod, pod_uid, force):
+            if force:
+                await _mark_lost(api, pod_reference(namespace, pod), pod_uid)
+            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
+        case DeleteObject(api_version, kind, object_name, object_uid):
+            await api.delete(object_reference(api_version, kind, namespace, object_name), uid=object_uid)
+        case DeleteWorkload(workload):
+            await _delete_workload(api, namespace, workload)
+        case DeleteJob():
+            await api.delete(job_reference(namespace, name), uid=uid)
+        case SetFinalizer(present):
+            await _set_finalizer(api, cache, job, present=present)
+        case KeepBundle(config_map, pods):
+            await keep_bundle(api, job, config_map, pods, observed.now)
+
+
+async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) -> None:
+    """Set the phase of a pod on a lost node to Failed, as Kubernetes' garbage collector of pods does.
+
+    Otherwise a pod that a finalizer retains would count as running for ever, for example in Kueue.
+    """
+    reference["metadata"]["uid"] = uid
+    try:
+        await api.patch({**reference, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
+    except ApiError as error:
+        if not (error.not_found or error.conflict):
+            raise
+
+
+async def _delete_workload(api: KubernetesApi, namespace: str, name: str) -> None:
+    version = await api.preferred_version(names.KUEUE_GROUP)
+    if version is not None:
+        await api.delete(workload_reference(version, namespace, name))
+
+
+async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
+    try:
+        return await api.create(manifest)
+    except ApiError as error:
+        if not error.conflict:
+            raise
+        existing = await api.get(manifest)
+        if any(owner["uid"] == owner_uid for owner in existing["metadata"].get("ownerReferences", ())):
+            # This or another operator created it, and the watch has not delivered it yet.
+            return existing
+        if existing["metadata"].get("deletionTimestamp"):
+            raise ApiError(0, "StillTerminating", "an object of an earlier job is still being deleted") from error
+        raise ApiError(
+            409,
+            "NameConflict",
+            f"another {manifest['kind']} of this name exists and does not belong to this job; delete it, or give the "
+            "job another name",
+        ) from error
+
+
+async def _set_finalizer(api: KubernetesApi, cache: ObjectCache, job: Manifest, *, present: bool) -> None:
+    metadata = job["metadata"]
+    # The cache has the resource version of the status that was just written.
+    job = cache.job((metadata["namespace"], metadata["name"])) or job
+    metadata = job["metadata"]
+    others = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+    reference = job_reference(metadata["namespace"], metadata["name"])
+    # A merge patch replaces the whole list, so it must fail if another controller has changed the list meanwhile.
+    reference["metadata"] |= {
+        "resourceVersion": metadata["resourceVersion"],
+        "finalizers": [*others, names.FINALIZER] if present else others,
+    }
+    try:
+        response = await api.patch(reference)
+    except ApiError as error:
+        if error.conflict:
+            raise OutdatedError from error
+        if not error.not_found:
+            raise
+        return
+    if not (response["metadata"].get("deletionTimestamp") and not response["metadata"].get("finalizers")):
+        cache.update_job_from_response(response)
+
+
+async def post_event(api: KubernetesApi, job: Manifest, event: Event, now: float) -> None:
+    """Post a Kubernetes Event on a job, unless an identical one was posted within the last minutes.
+
+    The Event's name is a hash of its content. Identical Events therefore have the same name, and the operator needs
+    neither to remember them nor the permission to read Events.
+    """
+    metadata = job["metadata"]
+    period = int(now // _EVENT_PERIOD_S)
+    digest = hashlib.sha256(f"{metadata['uid']}/{event.reason}/{event.message}/{period}".encode()).hexdigest()[:16]
+    timestamp = format_timestamp(now)
+    body = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
+        "involvedObject": {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+            "resourceVersion": metadata["resourceVersion"],
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:_MAX_EVENT_MESSAGE],
+        "source": {"component": names.FIELD_MANAGER},
+        "reportingComponent": names.FIELD_MANAGER,
+        "firstTimestamp": timestamp,
+        "lastTimestamp": timestamp,
+        "count": 1,
+    }
+    level = logging.WARNING if event.type == "Warning" else logging.INFO
+    logger.log(level, "%s: %s", event.reason, event.message, extra=_log_fields(job))
+    try:
+        await api.create(body)
+    except ApiError as error:
+        if not error.conflict:
+            logger.warning("An Event could not be posted: %s", error, extra=_log_fields(job))
+
+
+def _target(action: Action, job: Manifest) -> Target:
+    match action:
+        case Create(manifest) | Apply(manifest):
+            return Target(manifest["kind"], manifest["metadata"]["name"])
+        case DeletePod(pod, _, _):
+            return Target("Pod", pod, "deletion")
+        case DeleteObject(_, kind, object_name, _):
+            return Target(kind, object_name, "deletion")
+        case KeepBundle(config_map, _):
+            return Target("ConfigMap", config_map)
+        case DeleteWorkload(workload):
+            return Target(names.WORKLOAD_KIND, workload, "deletion")
+        case DeleteJob():
+            return Target(KIND, job["metadata"]["name"], "deletion")
+        case SetFinalizer():
+            return Target(KIND, job["metadata"]["name"], "finalizer")
+
+
+def _log_fields(job: Manifest) -> dict[str, str]:
+    """Return the extra fields of log records about a job."""
+    return {"job": f"{job['metadata']['namespace']}/{job['metadata']['name']}"}

@@ -1,0 +1,1 @@
+"""Kubernetes objects as the operator sees and builds them: pure functions and data."""

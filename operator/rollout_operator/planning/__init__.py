@@ -1,0 +1,1 @@
+"""The planner: pure functions from what is observed of a job to the actions that follow."""

@@ -1,1 +1,0 @@
-"""Figures of a training step: how its rollouts were drafted, how long its tail was, and what rewards they have."""

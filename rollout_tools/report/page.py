@@ -1,0 +1,382 @@
+"""Renders a recording as one HTML page, which works without a network: its sections, and how each plot is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
+
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES
+from rollout_tools.report.acceptance import (
+    acceptance_by_age,
+    acceptance_by_position,
+    accepted_by_source,
+    accepted_by_step,
+    by_age,
+    by_position,
+)
+from rollout_tools.report.engines import (
+    cost_over_time,
+    engine_histories,
+    engine_times,
+    saved_over_time,
+    time_by_engine,
+    trials_over_time,
+)
+from rollout_tools.report.lengths import calibration_plot, lengths_by_step, lengths_of_problem
+from rollout_tools.report.recording import JobRecording, ViewedProblem, ViewedRollout, choose_problems
+from rollout_tools.report.step_plots import (
+    MAX_BARS,
+    drawn_note,
+    gantt,
+    makespans,
+    rewards_by_step,
+    running_in_job,
+    running_in_step,
+    staleness_by_step,
+)
+from rollout_tools.report.steps import Comparison, compare, rewards_of, slowdowns, steps_of
+from rollout_tools.report.style import SOURCE_NAMES, Plot, Variant
+from rollout_tools.report.summary import Summary, findings, summarize
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+def render_page(recording: JobRecording) -> str:
+    """Return the page about a recording as HTML."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    # The filter tojson also escapes what could end the script element around it.
+    environment.policies["json.dumps_function"] = partial(json.dumps, cls=PlotlyJSONEncoder)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    summary = summarize(recording)
+    sections = ReportSections(recording).build()
+    sources = [{"name": SOURCE_NAMES[source], "code": code} for code, source in enumerate(DRAFT_SOURCES, 1)]
+    return environment.get_template("page.html").render(
+        recording=recording,
+        recorded_at=datetime.fromtimestamp(recording.recorded_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        tiles=_tiles(recording, summary),
+        findings=findings(recording, summary),
+        sections=sections,
+        sources=sources,
+        figures=_figures(sections),
+        problems=[_problem(problem) for problem in recording.problems],
+        plotly=get_plotlyjs(),
+    )
+
+
+def _figures(sections: Sequence[Section]) -> dict[str, list[Any]]:
+    return {
+        plot.name: [variant.figure.to_plotly_json() for variant in plot.variants]
+        for section in sections
+        for plot in section.plots
+    }
+
+
+def _problem(problem: ViewedProblem) -> dict[str, Any]:
+    return {
+        "id": problem.problem_id,
+        "prompt": problem.prompt,
+        "omitted": problem.num_omitted,
+        "rollouts": [_rollout(rollout) for rollout in problem.rollouts],
+    }
+
+
+def _rollout(rollout: ViewedRollout) -> dict[str, Any]:
+    return {
+        "id": rollout.rollout_id,
+        "version": rollout.weight_version,
+        "generation": rollout.generation,
+        "reason": rollout.finish_reason,
+        "reward": rollout.reward,
+        "length": rollout.num_tokens,
+        "tokens": rollout.tokens,
+        "sources": rollout.sources,
+    }
+
+
+def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
+    """Return the figures at the top: value, label, and what it means."""
+    unit = "epochs" if recording.is_dataset else "steps"
+    tiles = [
+        {
+            "value": _duration(summary.seconds),
+            "label": "makespan",
+            "text": f"all {summary.num_steps:,} {unit}, {summary.num_rollouts:,} rollouts",
+        },
+        {
+            "value": f"{summary.tokens_per_second:,.0f}",
+            "label": "tokens/s",
+            "text": f"{summary.num_tokens:,} response tokens",
+        },
+        {
+            "value": f"{summary.accepted_per_step:.2f}",
+            "label": "accepted per step",
+            "text": f"so rollouts take {1 / (1 + summary.accepted_per_step):.0%} of the decoding steps",
+        },
+    ]
+    if summary.measured_saving is not None:
+        tiles.append(_saving(summary.measured_saving, "measured", "against the same rollouts without drafts"))
+    if summary.estimated_saving is not None:
+        tiles.append(_saving(summary.estimated_saving, "estimated", "by the engines' cost models"))
+    tiles.append(
+        {
+            "value": f"{summary.tail:.0%}",
+            "label": "tail",
+            "text": "share of the makespan, at its end, in which fewer than half as many rollouts ran as at the peak",
+        }
+    )
+    return tiles
+
+
+def _saving(share: float, how: str, text: str) -> dict[str, str]:
+    change = "saved" if round(share, 2) >= 0 else "lost"
+    return {"value": f"{abs(share):.0%}", "label": f"{change}, {how}", "text": text}
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+_Item = TypeVar("_Item")
+
+_MAX_STEPS = 24
+"""Number of steps of which plots of single steps can be shown; of more steps, these are spread evenly."""
+_MAX_ALL_BARS = 16_000
+"""Number of rollouts in the Gantt charts of all steps together."""
+_MAX_PROBLEMS = 24
+"""Number of problems whose lengths can be shown."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with some plots."""
+
+    name: str
+    title: str
+    plots: list[Plot]
+
+
+class ReportSections:
+    """Builds the sections of the report about one recording."""
+
+    def __init__(self, recording: JobRecording) -> None:
+        self._recording = recording
+        self._unit = "epoch" if recording.is_dataset else "step"
+        self._all_steps = steps_of(recording)
+        comparisons = compare(self._all_steps)
+        if not comparisons:  # only evaluation
+            comparisons = [Comparison(step, {}) for step in sorted(self._all_steps, key=lambda step: step.number)]
+        self._comparisons = comparisons
+        self._steps = [one.step for one in comparisons]
+        self._slowdowns = slowdowns(recording.measurements)
+        self._start = min(step.start for step in self._all_steps)
+
+    def build(self) -> list[Section]:
+        """Return all sections that have something to show."""
+        sections = [
+            Section("time", "Makespan and tail", [self._makespans(), self._running(), self._gantt()]),
+            Section("acceptance", "Accepted draft tokens", self._acceptance()),
+            Section("lengths", "Lengths", self._lengths()),
+            Section("training", "Rewards and staleness", self._training()),
+            Section("engines", "Engines", self._engines()),
+        ]
+        return [section for section in sections if section.plots]
+
+    def _makespans(self) -> Plot:
+        return Plot(
+            "makespans",
+            f"Makespan of each {self._unit}",
+            "Shorter is better. The red part of a bar is the tail, in which fewer than half as many rollouts were "
+            "running as at the peak. Hatched bars are estimates by the engines' cost models; all other bars were "
+            "measured.",
+            [Variant("", makespans(self._comparisons, self._slowdowns, self._unit))],
+        )
+
+    def _running(self) -> Plot:
+        variants = [
+            Variant(str(one.step.number), running_in_step(one, self._slowdowns)) for one in _spread(self._comparisons)
+        ]
+        whole = Variant("whole job", running_in_job(self._all_steps, self._recording.measurements))
+        return Plot(
+            "running",
+            "Running rollouts over time",
+            "The earlier a line falls to zero, the shorter the makespan; a long flat end is a tail. The dotted line is "
+            "an estimate: the time of each engine is stretched by how much longer its cost model expects the same "
+            "tokens to take without drafts.",
+            [*variants, whole],
+            choice=self._unit,
+            initial=len(variants) - 1,
+        )
+
+    def _gantt(self) -> Plot:
+        largest = max(min(len(step.sampled), MAX_BARS) for step in self._steps)
+        steps = _spread(self._steps, max(2, min(_MAX_STEPS, _MAX_ALL_BARS // max(1, largest))))
+        return Plot(
+            "gantt",
+            "Rollouts on the engines",
+            "Each bar is a rollout, in rows per engine. Gaps are idle capacity; the shaded time is the tail."
+            + drawn_note(steps),
+            [Variant(str(step.number), gantt(step)) for step in steps],
+            choice=self._unit,
+            initial=len(steps) - 1,
+        )
+
+    def _acceptance(self) -> list[Plot]:
+        plots = [
+            self._single(
+                "accepted-by-step",
+                f"By {self._unit}",
+                f"Each decoding step yields one token plus this number of accepted draft tokens. It usually rises as "
+                f"the history grows from {self._unit} to {self._unit}.",
+                lambda: accepted_by_step(self._comparisons, self._unit),
+                shown=True,
+            ),
+            self._single(
+                "accepted-by-source",
+                "By source",
+                "Where the accepted draft tokens came from: the problem's history, the rollout's own text, its "
+                "siblings, or the cross-problem pool.",
+                lambda: accepted_by_source(self._steps, self._unit),
+                shown=any(one.rollout.draft_tokens_by_source for step in self._steps for one in step.scored),
+            ),
+            self._single(
+                "acceptance-by-position",
+                "By position in the draft",
+                "Later positions are reached less often; the draft policy ends a draft where the next token no longer "
+                "pays. Counted since the engines started, over all draft modes.",
+                lambda: acceptance_by_position(by_position(self._recording.positions)),
+                shown=bool(self._recording.positions),
+            ),
+            self._single(
+                "acceptance-by-age",
+                "By age of the history",
+                "Drafts from rollouts of older policies are accepted less often if the policy changes quickly. Counted "
+                "for all jobs that share the history; older counts have less weight.",
+                lambda: acceptance_by_age(by_age(self._recording.acceptance_by_age)),
+                shown=bool(self._recording.acceptance_by_age),
+            ),
+        ]
+        return [plot for plot in plots if plot is not None]
+
+    def _lengths(self) -> list[Plot]:
+        lengths = self._recording.lengths
+        problems = choose_problems(lengths, _MAX_PROBLEMS)
+        plots = [
+            self._single(
+                "lengths-by-step",
+                f"By {self._unit}",
+                f"Quantiles of the lengths of each {self._unit}'s rollouts. The longest rollouts decide the makespan.",
+                lambda: lengths_by_step(self._steps, self._unit),
+                shown=True,
+            ),
+            self._single(
+                "calibration",
+                "Calibration of predicted lengths",
+                "Quantiles predicted from earlier generations of a problem, compared with the share of its rollouts "
+                "that stayed below. Points above the diagonal mean that rollouts were shorter than predicted.",
+                lambda: calibration_plot(lengths),
+                shown=any(len({entry.generation for entry in entries}) > 1 for entries in lengths.values()),
+            ),
+        ]
+        found = [plot for plot in plots if plot is not None]
+        if problems:
+            found.append(
+                Plot(
+                    "lengths-of-problem",
+                    "By problem",
+                    "Each point is a rollout. The orange lines are quantiles that the earlier generations of the same "
+                    "problem had predicted; a missing line is beyond all observed lengths.",
+                    [Variant(problem, lengths_of_problem(lengths[problem])) for problem in problems],
+                    choice="problem",
+                )
+            )
+        return found
+
+    def _training(self) -> list[Plot]:
+        rewards = [(step.number, of_step) for step in self._steps if (of_step := rewards_of(step)) is not None]
+        plots = [
+            self._single(
+                "rewards",
+                "Rewards",
+                "Mean reward with its standard error. Groups whose rewards are all equal have no gradient in GRPO.",
+                lambda: rewards_by_step(rewards, self._unit),
+                shown=bool(rewards),
+            ),
+            self._single(
+                "staleness",
+                "Staleness",
+                "How many weight versions the oldest token of a rollout was behind the newest published version when "
+                "the rollout ended. 0 is on-policy.",
+                lambda: staleness_by_step(self._steps, self._recording.measurements, self._unit),
+                shown=bool(self._recording.measurements),
+            ),
+        ]
+        return [plot for plot in plots if plot is not None]
+
+    def _engines(self) -> list[Plot]:
+        times = engine_times(self._recording.measurements, self._recording.ended)
+        histories = engine_histories(self._recording.measurements)
+        drafting = {engine: history for engine, history in histories.items() if any(history.base_ms)}
+        plots = [
+            self._single(
+                "engine-time",
+                "Where the time went",
+                "Time of each engine from its first measurement to its last one, baselines included. Red is capacity "
+                "that was lost although rollouts were waiting for it.",
+                lambda: time_by_engine(times),
+                shown=any(time.total for time in times.values()),
+                wide=True,
+            ),
+            self._single(
+                "saved",
+                "What drafting saved over time",
+                "Share of the decoding time that drafting saved since the point before, by the cost model; below zero "
+                "it cost time. In shaded times, the governor had disabled drafting.",
+                lambda: saved_over_time(drafting, self._start),
+                shown=any(history.saved for history in drafting.values()),
+                wide=True,
+            ),
+            self._single(
+                "trials",
+                "The governor's stops and trials",
+                "How often drafting was disabled, and how many tokens were drafted only to measure whether it would "
+                "pay again.",
+                lambda: trials_over_time(drafting, self._start),
+                shown=bool(drafting),
+            ),
+            self._single(
+                "cost-model",
+                "The cost model",
+                "Predicted duration of a decoding step without its tokens, and the time of each further token that is "
+                "verified. Drafts are worth verifying if a token is cheap in comparison with a step.",
+                lambda: cost_over_time(drafting, self._start),
+                shown=bool(drafting),
+            ),
+        ]
+        return [plot for plot in plots if plot is not None]
+
+    @staticmethod
+    def _single(
+        name: str, title: str, explanation: str, build: Callable[[], go.Figure], *, shown: bool, wide: bool = False
+    ) -> Plot | None:
+        return Plot(name, title, explanation, [Variant("", build())], wide=wide) if shown else None
+
+
+def _spread(items: Sequence[_Item], most: int = _MAX_STEPS) -> list[_Item]:
+    """Return at most *most* items, spread evenly, among them the first and the last one."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -1,0 +1,173 @@
+"""An engine as a Ray actor. Ray places and restarts it; its rollouts are in Redis.
+
+The actor runs its part in an asyncio event loop of its own, in a thread. When the part fails, the process exits and Ray
+starts a new one. Calls to the actor's method may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from rollout_api.ports import free_port
+from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.setup import JobSetup
+from rollout_store.models.model_source import ModelError
+from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.vllm_client import own_address
+from rollout_worker.engine_worker import EngineWorker
+from rollout_worker.engine_worker.engine_group import EngineGroup
+from rollout_worker.engine_worker.engine_setup import engine_config, weight_directories
+from rollout_worker.engine_worker.fleet import EngineState
+
+logger = logging.getLogger(__name__)
+
+_EXIT_FAILED = 1
+
+
+class EngineActor:
+    """Runs one vLLM engine."""
+
+    def __init__(self, setup: JobSetup, name: str, speculative: bool) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+        self._name = name
+        self.started = False
+        """Whether the engine serves, or is known not to be able to start."""
+        self.error = ""
+        self.worker: EngineWorker | None = None
+        """Connects the engine to the job while it serves."""
+        self._process_id = secrets.token_hex(8)
+        self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
+        self._work.add_done_callback(_exit_on_failure)
+
+    def __repr__(self) -> str:
+        """Return the engine's name, which Ray puts before each line of its output."""
+        return self._name
+
+    def state(self) -> EngineState:
+        """Return the state of this process and its engine."""
+        engine = "" if self.worker is None else self.worker.engine_id
+        return EngineState(self._process_id, os.getpid(), self.started, engine, self.error)
+
+
+class _EventLoopThread:
+    """An asyncio event loop in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = uvloop.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _exit_on_failure(work: Future[Any]) -> None:
+    """End the process, so that Ray restarts the actor."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.error("Exiting, so that Ray restarts this actor: %s: %s", type(error).__name__, error)
+        logging.shutdown()
+        os._exit(_EXIT_FAILED)
+
+
+def _exit_with_descendants(reason: str) -> None:
+    """End the process and those of vLLM, which may wait for each other for a long time."""
+    logger.error("Exiting, so that Ray restarts this actor: %s", reason)
+    logging.shutdown()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(_EXIT_FAILED)
+
+
+# The actor's work is in functions, because an actor with a coroutine as a method has all its methods run by Ray in one
+# event loop, where a method that blocks delays the others.
+
+
+async def _serve(actor: EngineActor, setup: JobSetup, name: str, *, speculative: bool) -> None:
+    worker = await _serve_once(actor, setup, name, speculative=speculative, speculation_disabled=False)
+    if worker is not None and worker.speculation_cut_off:
+        await _serve_once(actor, setup, name, speculative=False, speculation_disabled=True)
+
+
+async def _serve_once(
+    actor: EngineActor, setup: JobSetup, name: str, *, speculative: bool, speculation_disabled: bool
+) -> EngineWorker | None:
+    """Start an engine and serve with it until it has left the job; None if it does not start."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            model = await asyncio.to_thread(setup.model)
+            config = engine_config(setup, model, speculative=speculative)
+            if setup.machines_per_engine > 1:
+                config = await stack.enter_async_context(_gathered(setup, config))
+            engine = await Engine.start(config)
+        except Exception as error:
+            # The fleet reads the error from state() and starts another actor later.
+            is_expected = isinstance(error, EngineError | ModelError)
+            actor.error = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            actor.started = True
+            return None
+        return await _serve_with(engine, actor, setup, name, model, speculation_disabled=speculation_disabled)
+
+
+@contextlib.asynccontextmanager
+async def _gathered(setup: JobSetup, config: EngineConfig) -> AsyncIterator[EngineConfig]:
+    """Gather the other machines of an engine, and return the configuration of this one's part.
+
+    When one of them is lost, this process exits, so that Ray restarts the actor.
+    """
+    node = EngineNode(setup.machines_per_engine, rank=0, address=own_address(), port=free_port())
+    config = replace(config, node=node)
+    store = setup.group_store()
+    group = EngineGroup(store, node.count, vllm_settings(config), _exit_with_descendants)
+    try:
+        await asyncio.to_thread(group.gather)
+        yield config
+    finally:
+        await asyncio.to_thread(group.close)
+
+
+async def _serve_with(
+    engine: Engine, actor: EngineActor, setup: JobSetup, name: str, model: Path, *, speculation_disabled: bool
+) -> EngineWorker:
+    """Serve with an engine until it has left the job, and close it."""
+    job, job_store = setup.job, setup.job_store()
+    worker = EngineWorker(
+        engine,
+        job_store,
+        setup.history_store(),
+        name=setup.engine_name(name),
+        worker=setup.worker,
+        max_running=job.spec.engine.max_num_seqs,
+        checkpoint_tokens=job.spec.engine.checkpoint_tokens,
+        sampling=job.spec.sampling,
+        directories=weight_directories(setup, model, job_store),
+        speculation_disabled=speculation_disabled,
+    )
+    # vLLM's many objects live as long as this process; scanning them in each garbage collection would pause decoding.
+    gc.collect()
+    gc.freeze()
+
+    def mark_started() -> None:
+        actor.started = True
+
+    actor.worker = worker
+    try:
+        await worker.run(mark_started)
+    finally:
+        actor.worker = None
+        engine.close()
+    return worker

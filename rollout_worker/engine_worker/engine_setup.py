@@ -1,0 +1,79 @@
+"""How the engines of a machine are configured for a job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.weights.gloo import GLOO
+from rollout_store.job import JobStore
+from rollout_store.job.setup import JobSetup
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
+from rollout_worker.engine_worker.weight_directories import WeightDirectories
+from rollout_worker.policy.draft_policy import max_draft_length
+
+
+def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineConfig:
+    """Build the configuration of an engine.
+
+    Args:
+        setup: the settings of the job.
+        model: directory of the model.
+        speculative: False for an engine without speculation, whatever the manifest says.
+    """
+    job = setup.job
+    drafting = None
+    speculation = job.spec.speculation
+    if speculative and speculation.policy != "off":
+        keys = setup.history_keys
+        url = setup.history_url or setup.redis_url
+        drafting = DraftingConfig(
+            policy=speculation.policy,
+            max_draft_tokens=max_draft_length(speculation.policy, speculation.max_draft_tokens),
+            max_index_bytes=int(parse_quantity(speculation.index_bytes)),
+            history=HistoryLocation(url, keys.namespace, keys.name, speculation.window),
+        )
+    return EngineConfig(
+        model=model,
+        spec=job.spec.engine,
+        cpu=job.spec.workers.gpus_per_worker == 0,
+        cores=cores_per_engine(job, engines_per_machine=setup.engines_per_machine),
+        drafting=drafting,
+        weight_transfer=transfer_backend(job),
+        overrides=setup.overrides or {},
+    )
+
+
+def weight_directories(setup: JobSetup, model: Path, job_store: JobStore) -> WeightDirectories:
+    """Return where published weights may be, for an engine of *model*."""
+    spec = setup.job.spec
+    return WeightDirectories(
+        model,
+        setup.cache,
+        spec.weights.allowed_roots,
+        model_uri=spec.model.uri,
+        checksum=job_store.weight_checksums,
+    )
+
+
+def transfer_backend(job: RolloutJob) -> str:
+    """Return the backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
+    choice = job.spec.weights.transfer
+    if choice == "none":
+        return ""
+    if job.spec.workers.gpus_per_worker == 0:
+        return GLOO
+    return "nccl" if choice == "auto" else choice
+
+
+def cores_per_engine(job: RolloutJob, *, engines_per_machine: int) -> int:
+    """Return the number of CPU cores with which a CPU engine computes.
+
+    By default one core is left for everything else, and the engines of a machine share the rest.
+    """
+    requested = job.spec.workers.resources.cpu
+    available = (len(os.sched_getaffinity(0)) - 1) // engines_per_machine
+    return max(1, int(parse_quantity(requested)) if requested else available)

@@ -1,0 +1,205 @@
+"""The engines of this machine: Ray, the fleet that keeps them running, and the watcher of their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import redis
+
+from rollout_api.redis_client.connection import connect
+from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.setup import JobSetup
+from rollout_store.runtime.child_process import Reaper
+from rollout_worker.engine_worker.local_ray import start_local_ray, stop_local_ray
+
+if TYPE_CHECKING:
+    from rollout_worker.engine_worker.fleet import EngineState, Fleet
+
+
+logger = logging.getLogger(__name__)
+
+ENGINE_POLL_INTERVAL_S = 0.25
+"""Seconds after which the watcher of the engines' processes also watches new ones."""
+_REDIS_RETRY_DELAY_S = 2.0
+"""Seconds after which something is repeated that failed because of Redis."""
+_RAY_START_ATTEMPTS = 5
+"""Number of attempts to start Ray."""
+_RAY_RETRY_DELAY_S = 2.0
+"""Seconds after which Ray is started again."""
+_FLEET_FAILURE_TIMEOUT_S = 60.0
+"""Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
+_FLEET_STOP_TIMEOUT_S = 5.0
+"""Seconds to wait for the fleet's call of Ray at the end."""
+
+
+class EngineWatcher:
+    """A thread that ends the lease of an engine as soon as the engine's process has ended.
+
+    Its rollouts then continue on other engines within a fraction of a second. Without the watcher, they would continue
+    when the lease expires. A process is watched before its engine registers, so that no time is left in which its death
+    would not be noticed; the ids of the engine are looked up once it has died.
+    """
+
+    def __init__(self, store: LauncherStore, worker: str) -> None:
+        """Watch no process yet.
+
+        Args:
+            store: the job's state in Redis.
+            worker: id of the worker process that the engines belong to.
+        """
+        self._store, self._worker = store, worker
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
+        """Process id → file descriptor, which becomes readable when the process ends."""
+        self._ended: set[int] = set()
+        """Processes that have ended, until the leases of their engines are ended."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and wait for its end."""
+        self._stopping.set()
+        self._thread.join()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def watch(self, pid: int) -> None:
+        """Watch the process of an engine's actor. Where processes cannot be watched, the lease expires."""
+        with self._lock:
+            if pid in self._descriptors:
+                return
+            try:
+                self._descriptors[pid] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.add(pid)
+            except OSError as error:
+                logger.debug("Process %d cannot be watched: %s", pid, error)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wait()
+            with self._lock:
+                ended = set(self._ended)
+            try:
+                for pid in ended:
+                    for engine in self._store.end_leases(self._worker, pid):
+                        logger.warning("The process of engine %s has ended; its rollouts continue elsewhere.", engine)
+                    with self._lock:
+                        self._ended.discard(pid)
+            except redis.RedisError as error:
+                logger.debug("The leases of engines that have ended cannot be ended; trying again: %s", error)
+                self._stopping.wait(_REDIS_RETRY_DELAY_S)
+
+    def _wait(self) -> None:
+        """Wait for a moment, and note which engines' processes have ended meanwhile."""
+        poll = select.poll()
+        with self._lock:
+            processes = {descriptor: pid for pid, descriptor in self._descriptors.items()}
+        for descriptor in processes:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(ENGINE_POLL_INTERVAL_S * 1000):
+            pid = processes[descriptor]
+            with self._lock:
+                del self._descriptors[pid]
+                self._ended.add(pid)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def running_engines(setup: JobSetup, terminated: threading.Event | None = None) -> Iterator[Fleet]:
+    """Run Ray and the engines of this machine, and restart engines that die.
+
+    Args:
+        setup: the job.
+        terminated: set by SIGTERM. Ray is not started any more then.
+
+    Raises:
+        EngineError: if Ray does not start.
+        KeyboardInterrupt: if SIGTERM was received before Ray had started.
+    """
+    reaper = _start_ray(setup.num_engines, terminated or threading.Event())
+    try:
+        with _fleet(setup, reaper) as fleet:
+            yield fleet
+    finally:
+        # These calls block on purpose: with threads, a second cancellation could end Redis before the engines.
+        reaper.track_descendants()
+        stop_local_ray()
+        reaper.close()
+
+
+def check_ray(fleet: Fleet) -> None:
+    """Check that Ray answers.
+
+    Raises:
+        EngineError: if it has not answered for long.
+    """
+    if fleet.failing_seconds > _FLEET_FAILURE_TIMEOUT_S:
+        raise EngineError(
+            f"Ray has not answered for {_FLEET_FAILURE_TIMEOUT_S:.0f} s; its logs are in /tmp/ray/session_latest/logs"
+        )
+
+
+def _start_ray(engines: int, terminated: threading.Event) -> Reaper:
+    """Start Ray, and return what kills those of its processes that are left at the end.
+
+    Ray gives its processes 30 s to start, which is too short on an overloaded machine, so a failed start is repeated.
+    """
+    failures = 0
+    while not terminated.is_set():
+        reaper = Reaper()
+        try:
+            start_local_ray(engines)
+        except BaseException as error:
+            # Ray forgets the processes of a failed start.
+            reaper.track_descendants()
+            reaper.close()
+            failures += 1
+            if not isinstance(error, EngineError) or failures == _RAY_START_ATTEMPTS:
+                raise
+            logger.warning("Starting Ray again: %s", error)
+            terminated.wait(_RAY_RETRY_DELAY_S)
+        else:
+            reaper.track_descendants()
+            return reaper
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _fleet(setup: JobSetup, reaper: Reaper) -> Iterator[Fleet]:
+    """Keep the engines running in a thread, and watch their processes."""
+    # Ray reads settings when it is imported, which these imports do.
+    from rollout_worker.engine_worker.engine_actor import EngineActor
+    from rollout_worker.engine_worker.fleet import Fleet
+
+    watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys), setup.worker)
+    known: set[tuple[int, bool]] = set()
+
+    def handle_state(state: EngineState) -> None:
+        watcher.watch(state.pid)
+        # The processes of an engine are its actor's and, later, vLLM's.
+        if (seen := (state.pid, state.started)) not in known:
+            known.add(seen)
+            reaper.track_descendants()
+
+    fleet, stopping = Fleet(setup, EngineActor, on_state=handle_state), threading.Event()
+    thread = threading.Thread(target=fleet.run, args=(stopping,), name="fleet", daemon=True)
+    thread.start()
+    watcher.start()
+    try:
+        yield fleet
+    finally:
+        stopping.set()
+        thread.join(_FLEET_STOP_TIMEOUT_S)  # a call of Ray may hang
+        watcher.stop()

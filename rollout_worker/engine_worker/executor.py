@@ -1,0 +1,294 @@
+"""Produces the rollouts that are assigned to this engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from contextlib import nullcontext
+from functools import partial
+
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, decode
+from rollout_api.redis_client.retry import retry_async
+from rollout_store.job import Assignment, JobStore, Order, arrival_time
+from rollout_store.job.admission_rules import can_continue
+from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.limits import MAX_CACHED_REQUESTS
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.engine_worker.lease import EngineLease
+from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
+from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
+from rollout_worker.engine_worker.weight_updater import WeightUpdater
+
+
+class RolloutExecutor:
+    """Runs one task for each assigned rollout, from reading its request to recording its result."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        job_store: JobStore,
+        *,
+        lease: EngineLease,
+        running: RunningRollouts,
+        requests: RequestCache,
+        checkpoints: CheckpointWriter,
+        token_streams: TokenStreams,
+        announcer: HistoryAnnouncer,
+        weights: WeightUpdater,
+        checkpoint_tokens: int,
+    ) -> None:
+        self._engine, self._job_store, self._lease = engine, job_store, lease
+        self._running, self._requests = running, requests
+        self._checkpoints, self._token_streams = checkpoints, token_streams
+        self._announcer, self._weights, self._checkpoint_tokens = announcer, weights, checkpoint_tokens
+        self._failed = asyncio.Event()
+        self._error: Exception | None = None
+        self._clock_offset = 0.0
+
+    async def synchronize_clock(self) -> None:
+        """Measure how far Redis' clock, by which deadlines are counted, is ahead of this machine's."""
+        self._clock_offset = await self._job_store.clock() - time.time()
+
+    async def run(self) -> None:
+        """Wait until a rollout fails because of the engine, and raise its error.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        await self._failed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def start(self, order: Order, assignment: Assignment) -> None:
+        """Start an assigned rollout; an assignment that was delivered twice is dropped."""
+        running = RunningRollout(order, assignment)
+        if running.key in self._running:
+            await self._acknowledge(running, self._lease.engine_id)
+            return
+        self._running.add(running)
+        running.task = asyncio.ensure_future(self._run_to_end(running))
+
+    async def _run_to_end(self, running: RunningRollout) -> None:
+        engine_id = self._lease.engine_id
+        try:
+            await self._execute(running, engine_id)
+        except Exception as error:
+            if self._error is None:
+                self._error = error
+            self._failed.set()
+        finally:
+            if running.deadline is not None:
+                running.deadline.cancel()
+            self._running.discard(running)
+            self._checkpoints.discard(running.key)
+
+    async def _execute(self, running: RunningRollout, engine_id: str) -> None:
+        assignment = running.assignment
+        if running.order.request:
+            self._requests.add(assignment.entry_id, running.order.request)
+        if assignment.is_first:
+            request = await self._requests.get(assignment.entry_id)
+            done = cancelled = False  # a later cancellation has an order of its own
+        else:
+            request, (done, cancelled) = await asyncio.gather(
+                self._requests.get(assignment.entry_id),
+                self._job_store.rollouts.start_state(*assignment.key),
+            )
+        if request is None:  # it was answered in the meantime
+            await self._acknowledge(running, engine_id)
+            return
+        running.request = request
+        if self._lease.report.draining:
+            await self._return(running, engine_id, "draining")
+            return
+        if done:
+            await self._acknowledge(running, engine_id)
+            return
+        oldest, resumed = assignment.oldest_version, None
+        may_have_tokens = assignment.resumed or (request.stream and not assignment.is_first)
+        if may_have_tokens and can_continue(request.sampling):
+            [resumed] = await self._job_store.rollouts.partials([(request, assignment.sample)])
+        if resumed is not None and _is_older(resumed, oldest):
+            resumed = None
+        if cancelled:
+            running.stop(FinishReason.CANCELLED)
+        self._start_deadline(running, request)
+        if not await self._prepare(running, request):
+            await self._return(running, engine_id, "no weight version that may sample it is served")
+            return
+        await self._produce(running, request, resumed, engine_id)
+
+    def _start_deadline(self, running: RunningRollout, request: RolloutRequest) -> None:
+        if request.deadline_seconds is None:
+            return
+        now = time.time() + self._clock_offset
+        remaining = arrival_time(running.assignment.entry_id) + request.deadline_seconds - now
+        loop = asyncio.get_running_loop()
+        running.deadline = loop.call_later(max(0.0, remaining), running.stop, FinishReason.DEADLINE)
+
+    async def _prepare(self, running: RunningRollout, request: RolloutRequest) -> bool:
+        """Wait for the problem's history; False if no weight version that may sample the rollout is served."""
+        pinned = request.weight_version
+        if pinned is not None:
+            served = await self._weights.serves(pinned)
+        else:
+            served = await self._weights.serves_since(running.assignment.oldest_version)
+        # Set only now, because a weight update waits for all pinned rollouts.
+        running.pinned_version = pinned if served else None
+        if served and not running.stopped.is_set():
+            with self._announcer.in_use(request.problem):
+                await self._announcer.wait_ready(request.problem)
+            # Loading an adapter does not wait for pinned rollouts.
+            served = pinned is None or self._engine.weight_version == pinned
+        return served
+
+    async def _produce(
+        self,
+        running: RunningRollout,
+        request: RolloutRequest,
+        resumed: Partial | None,
+        engine_id: str,
+    ) -> None:
+        """Sample the rollout, then record it, or checkpoint it if another engine continues it.
+
+        Args:
+            running: the rollout.
+            request: its request.
+            resumed: what another engine has sampled of it.
+            engine_id: id of this engine.
+        """
+        prefix = resumed or request.prefix
+        sample, order_id = running.assignment.sample, running.order.order_id
+        stream: TokenStream | None = None
+        if request.stream and can_continue(request.sampling):
+            num_streamed = 0 if resumed is None else resumed.num_tokens
+            stream = TokenStream(engine_id, order_id, request, sample, num_streamed)
+        generated: GenerationResult | None = None
+        reason: FinishReason | None
+        try:
+            _check_age(prefix, running.assignment.oldest_version)
+            with self._announcer.in_use(request.problem):
+                generated = await self._generate(running, request, prefix, stream)
+            reason, detail = generated.finish_reason or running.finish_reason, ""
+        except AdmissionError as error:
+            reason, detail = FinishReason.FAILED, str(error)
+        tokens = resumed if stream is not None else None
+        if generated is not None:
+            tokens = generated.tokens
+        if reason is None:  # another engine continues the rollout
+            if tokens is not None and stream is not None:
+                await retry_async(self._token_streams.complete, stream, tokens)
+            elif tokens is not None:
+                await self._job_store.rollouts.checkpoint(request, sample, tokens)
+            return
+        rollout = Rollout.from_request(
+            request,
+            sample,
+            tokens,
+            reason,
+            detail=detail,
+            num_decoding_steps=generated.num_decoding_steps if generated else 0,
+            num_draft_tokens=generated.num_draft_tokens if generated else 0,
+            num_accepted_tokens=generated.num_accepted_tokens if generated else 0,
+            draft_tokens_by_source=generated.draft_tokens_by_source if generated else {},
+            accepted_tokens_by_source=generated.accepted_tokens_by_source if generated else {},
+            draft_sources=generated.draft_sources if generated else None,
+            engine=engine_id,
+            routed_experts=generated.routed_experts if generated else None,
+            num_cached_tokens=generated.num_cached_tokens if generated else 0,
+            started_at=running.started_at,
+            finished_at=time.time(),
+        )
+        await self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id)
+
+    async def _generate(
+        self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None, stream: TokenStream | None
+    ) -> GenerationResult:
+        with nullcontext() if stream is None else self._token_streams.open(stream):
+            return await self._engine.generate(
+                request,
+                running.assignment.sample,
+                prefix=prefix,
+                on_partial=partial(self._checkpoints.add, running.key, request),
+                # Tokens that are streamed need no other checkpoints.
+                partial_interval=self._checkpoint_tokens if stream is None else 0,
+                on_tokens=None if stream is None else partial(self._token_streams.add, stream),
+                stop_event=running.stopped,
+            )
+
+    async def _acknowledge(self, running: RunningRollout, engine_id: str) -> None:
+        """Remove an assignment that needs no work from the inbox."""
+        await self._job_store.assignments.acknowledge(engine_id, running.order.order_id)
+
+    async def _return(self, running: RunningRollout, engine_id: str, reason: str) -> None:
+        """Return an assignment to the coordinator."""
+        # First, because the coordinator may assign the rollout to this engine again at once, and that assignment must
+        # not be taken for a repetition.
+        self._running.discard(running)
+        await self._job_store.assignments.return_assignment(
+            engine_id, running.order.order_id, running.assignment, reason
+        )
+
+
+def _is_older(tokens: Partial, version: int) -> bool:
+    """Return whether a weight version before *version* has sampled some of the tokens."""
+    oldest = tokens.oldest_weight_version
+    return oldest is not None and oldest < version
+
+
+def _check_age(prefix: Partial | None, oldest_version: int) -> None:
+    """Check that a request's prefix is not too stale.
+
+    Raises:
+        AdmissionError: a weight version before *oldest_version* has sampled some of its tokens.
+    """
+    if prefix is not None and _is_older(prefix, oldest_version):
+        raise AdmissionError(
+            f"its prefix was sampled with weight version {prefix.oldest_weight_version}, but max_staleness requires "
+            f"version {oldest_version} or later by now; sample it from the beginning, or raise max_staleness"
+        )
+
+
+class RequestCache:
+    """Reads each request once for all its samples; recently used requests are kept."""
+
+    def __init__(self, job_store: JobStore, defaults: Sampling) -> None:
+        """Create an empty cache.
+
+        Args:
+            job_store: the job's state in Redis.
+            defaults: sampling settings of the job, for what a request leaves open.
+        """
+        self._job_store, self._defaults = job_store, defaults
+        self._reads: OrderedDict[str, asyncio.Future[RolloutRequest | None]] = OrderedDict()
+
+    async def get(self, entry: str) -> RolloutRequest | None:
+        """Return the request in an entry of the request stream; None once it has been answered."""
+        read = self._reads.get(entry)
+        if read is None:
+            read = asyncio.ensure_future(self._read(entry))
+            self._keep(entry, read)
+        else:
+            self._reads.move_to_end(entry)
+        return read.result() if read.done() else await asyncio.shield(read)
+
+    def add(self, entry: str, encoded: bytes) -> None:
+        """Keep a request that has arrived with an order."""
+        request = decode(encoded)
+        if isinstance(request, RolloutRequest) and entry not in self._reads:
+            known: asyncio.Future[RolloutRequest | None] = asyncio.get_running_loop().create_future()
+            known.set_result(request.with_defaults(self._defaults))
+            self._keep(entry, known)
+
+    def _keep(self, entry: str, read: asyncio.Future[RolloutRequest | None]) -> None:
+        self._reads[entry] = read
+        while len(self._reads) > MAX_CACHED_REQUESTS:
+            self._reads.popitem(last=False)
+
+    async def _read(self, entry: str) -> RolloutRequest | None:
+        request = await self._job_store.requests.read(entry)
+        return request.with_defaults(self._defaults) if request is not None else None

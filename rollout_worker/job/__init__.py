@@ -1,1 +1,0 @@
-"""A job: it accepts requests, finishes every rollout exactly once, and keeps the rollouts in a history."""

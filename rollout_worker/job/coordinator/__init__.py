@@ -1,5 +1,0 @@
-"""The coordinator of a job: it admits requests, assigns rollouts to engines and reassigns those of lost engines."""
-
-from rollout_worker.job.coordinator.coordinator import Coordinator
-
-__all__ = ["Coordinator"]

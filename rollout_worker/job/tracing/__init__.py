@@ -1,1 +1,0 @@
-"""OpenTelemetry traces of requests, from their arrival to the history."""

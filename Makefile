@@ -21,14 +21,10 @@ help:  ## Show this help.
 env:  ## Create or update .venv for development; install missing system packages if permitted.
 	@scripts/setup-env
 
-tiny-model:  ## Train the tiny policy that examples and tests use, once.
-	@scripts/setup-env worker
-	@$(VENV)/rollout tiny-model
-
-demo:  ## Create .venv, train the tiny policy (both once), and run the quickstart job; begin here.
+demo:  ## Create .venv, once, and run the quickstart job; begin here.
 	@scripts/demo
 
-test: env tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
+test: env lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
@@ -37,7 +33,7 @@ test: env tiny-model lint  ## Run lint, type checks, import contracts and the te
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
 
-test-v2: env tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
+test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
@@ -46,7 +42,7 @@ test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: env tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
+images: env kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
@@ -95,7 +91,7 @@ chart: env  ## Lint and package the Helm chart into dist/ (REGISTRY: of the imag
 docker-images:  ## Build all images with Docker (REGISTRY: what their names begin with).
 	VERSION=$(VERSION) REGISTRY=$(REGISTRY) docker buildx bake --load
 
-release-check: tiny-model  ## Check a release except for pushing it (STRICT=1: what cannot run here fails; TAG, REGISTRY).
+release-check: env  ## Check a release except for pushing it (STRICT=1: what cannot run here fails; TAG, REGISTRY).
 	$(VENV)/python -m scripts.release $(if $(STRICT),--strict) $(if $(TAG),--tag $(TAG)) $(if $(REGISTRY),--registry $(REGISTRY))
 
 set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
@@ -104,5 +100,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
-.PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
+.PHONY: help env demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
 	generate docs docs-serve wheels chart docker-images release-check set-version clean

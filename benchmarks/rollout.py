@@ -100,8 +100,8 @@ def epochs_of_trace(problems: Sequence[Problem], max_tokens: int) -> RecordedEpo
 
 def tiny_model_prompts(model: Path, count: int) -> dict[str, list[int]]:
     """Return prompts of the kind of problem that the tiny model was trained on, by problem name."""
-    from rollout_tools.tiny_model.tasks import training_problems
-    from rollout_tools.tiny_model.tokenizer import load_tokenizer
+    from rollout_store.models.model_source import load_tokenizer
+    from scripts.tiny_model.tasks import training_problems
 
     tokenizer, prompts = load_tokenizer(model), {}
     for _, question, _ in training_problems(1):

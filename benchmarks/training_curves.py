@@ -57,7 +57,7 @@ POWER = 0.8
 MIN_GAIN = 0.1
 """Smallest reward that every run has to gain."""
 MIN_PAIRS = 5
-MODEL = "das/tiny-qwen3/step-0360"
+MODEL = "das/tiny-qwen3/step-0270"
 _EXIT_TIMEOUT_S = 120.0
 """Seconds within which the job has to exit after it was closed."""
 

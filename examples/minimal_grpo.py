@@ -205,7 +205,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--redis", required=True, help="Redis URL of the job")
     parser.add_argument("--job", default="default/minimal-grpo", help="namespace/name of the job")
-    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
+    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0270")
     parser.add_argument(
         "--weights", type=Path, default=CACHE / "das/minimal-grpo", help="directory for published weights"
     )

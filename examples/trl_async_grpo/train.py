@@ -35,7 +35,7 @@ def main() -> None:
     """Train a LoRA adapter, or all weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the vLLM server")
-    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
+    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0270")
     parser.add_argument("--output", type=Path, default=CACHE / "das/trl-async-grpo", help="directory for adapters")
     parser.add_argument("--full", action="store_true", help="train all weights, and send them over NCCL")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")

@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--redis", required=True, help="Redis URL of the job")
     parser.add_argument("--job", default="default/trl-grpo", help="namespace/name of the job")
-    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
+    parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0270")
     parser.add_argument(
         "--weights", type=Path, help="directory shared with the job, for weights that cannot be sent from memory"
     )

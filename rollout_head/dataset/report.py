@@ -10,12 +10,10 @@ from rollout_api.protocol.status import EnvironmentErrors
 
 
 class EpochMode(StrEnum):
-    """How the rollouts of an epoch are drafted. All modes but DAS are baselines that the job is compared with."""
+    """How the rollouts of an epoch are drafted."""
 
     DAS = "das"
     """The job itself: drafts from the history and from the rollout's own text."""
-    OWN_TEXT = "own-text"
-    """Baseline: the same engines, with drafts from the rollout's own text alone."""
     NON_SPECULATIVE = "non-speculative"
     """Baseline: an additional engine without speculation."""
 
@@ -129,23 +127,23 @@ class JobReport:
         """Return the run of *epoch* in *mode*; None if there was none."""
         return next((run for run in self.epoch_runs if run.epoch == epoch and run.mode is mode), None)
 
+    def speed_up(self, epoch: int) -> float | None:
+        """Return the makespan of *epoch* in plain vLLM divided by the job's own; None if one is missing."""
+        run, baseline = self.find(epoch, EpochMode.DAS), self.find(epoch, EpochMode.NON_SPECULATIVE)
+        if run is None or baseline is None or not (run.makespan and baseline.makespan):
+            return None
+        return None if self.rollouts_from_earlier_runs else baseline.makespan / run.makespan
+
     def figures(self) -> list[dict[str, Any]]:
         """Return measured values with their targets: ``{name, value, unit, peer, op, target}`` each."""
         rows = []
         first, second = self.find(1, EpochMode.DAS), self.find(2, EpochMode.DAS)
-        own_text = self.find(2, EpochMode.OWN_TEXT)
         if first and second:
             rows.append(_ratio("accepted per step, epoch 2 / epoch 1", second, first, "epoch 1", 1.2))
-        if second and own_text:
-            name = "accepted per step, epoch 2, history / own text"
-            rows.append(_ratio(name, second, own_text, "own text only", 1.2))
-        for run in self.epoch_runs:
-            baseline = self.find(run.epoch, EpochMode.NON_SPECULATIVE)
-            comparable = baseline and run.makespan and baseline.makespan and not self.rollouts_from_earlier_runs
-            if run.mode is EpochMode.DAS and baseline and comparable:
-                name = f"makespan, epoch {run.epoch}, plain vLLM / history"
-                target = 1.0 if run.epoch > 1 else None
-                rows.append(_figure(name, baseline.makespan / run.makespan, "plain vLLM", target))
+        for epoch in range(1, 1 + max((run.epoch for run in self.epoch_runs), default=0)):
+            if (speed_up := self.speed_up(epoch)) is not None:
+                name = f"makespan, epoch {epoch}, plain vLLM / history"
+                rows.append(_figure(name, speed_up, "plain vLLM", 1.0 if epoch > 1 else None))
         return rows
 
     def as_json(self) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from rollout_store.job.limits import (
 
 _DRAFT_MODES = {
     EpochMode.DAS: DraftMode.HISTORY,
-    EpochMode.OWN_TEXT: DraftMode.OWN_TEXT,
     EpochMode.NON_SPECULATIVE: DraftMode.OFF,
 }
 

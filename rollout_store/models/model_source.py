@@ -26,7 +26,7 @@ _SHAPE_KEYS = (
 """Settings of ``config.json`` in which a checkpoint must agree with the model."""
 _OWN_MODELS = "das/"
 """Beginning of the names of models that are created on this machine, and which the hub does not have."""
-_HINT_FOR_OWN_MODELS = "; 'rollout tiny-model' creates the model of the examples"
+_HINT_FOR_OWN_MODELS = "; 'rollout tiny-model' writes the model of the examples"
 _FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 

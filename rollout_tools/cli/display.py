@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,14 +18,9 @@ _LIVE_INTERVAL_S = 0.25
 """Seconds between two updates of a job's progress on a terminal."""
 _LOG_INTERVAL_S = 10.0
 """Seconds between two lines about a job's progress elsewhere."""
-_TRAINING_LIVE_INTERVAL_S = 1.0
-"""Seconds between two updates of the tiny model's training on a terminal."""
-_TRAINING_LOG_INTERVAL_S = 15.0
-"""Seconds between two lines about the tiny model's training elsewhere."""
 
 MODE_NAMES = {
     EpochMode.DAS: "history",
-    EpochMode.OWN_TEXT: "own text",
     EpochMode.NON_SPECULATIVE: "plain vLLM",
 }
 
@@ -62,16 +55,20 @@ def _progress_panel(progress: DatasetProgress) -> RenderableType:
 def report_table(report: JobReport) -> Table:
     """Build a table with a row for each epoch and mode, which fits into 80 columns."""
     epochs = max((run.epoch for run in report.epoch_runs), default=0)
+    compared = len(report.epoch_runs) > epochs
     table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("epoch", justify="right", no_wrap=True)
-    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
     table.add_column("drafts\nfrom", no_wrap=True)
     for name in ("makespan", "tokens\n/s", "drafted\n/step", "accepted\n/step", "longest", "reward"):
         table.add_column(name, justify="right", no_wrap=True)
+    if compared:
+        table.add_column("speed", justify="right", no_wrap=True)
     for run in report.epoch_runs:
-        if run.mode is EpochMode.DAS and run.epoch > 1 and len(report.epoch_runs) > epochs:
+        if run.mode is EpochMode.DAS and run.epoch > 1 and compared:
             table.add_row()
-        table.add_row(*_cells(run))
+        speed_up = report.speed_up(run.epoch) if run.mode is EpochMode.DAS else None
+        table.add_row(*_cells(run), *([f"{speed_up:.2f}×"] if speed_up else []))
     return table
 
 
@@ -92,11 +89,10 @@ def _cells(run: EpochRun) -> list[str]:
 
 
 def report_lines(report: JobReport) -> list[str]:
-    """Build the lines below the table: figures, and warnings about unreadable records."""
+    """Build the lines below the table: what a reader has to know about it, and warnings."""
     lines = []
-    for figure in report.figures():
-        target = f" (target {figure['op']} {figure['target']})" if figure["target"] is not None else ""
-        lines.append(f"{figure['name']}: {figure['value']:.2f}{target}")
+    if any(report.speed_up(run.epoch) for run in report.epoch_runs):
+        lines.append("Speed is the makespan of plain vLLM divided by the makespan with drafts from the history.")
     if report.rollouts_from_earlier_runs:
         lines.append(
             f"{report.rollouts_from_earlier_runs} rollouts were finished by an earlier run. Makespan and tokens/s "
@@ -119,34 +115,3 @@ def report_lines(report: JobReport) -> list[str]:
             "The log above names them.[/]"
         )
     return lines
-
-
-def train_tiny_model(directory: Path, seed: int, console: Console) -> None:
-    """Train the examples' model and show the progress."""
-    from rollout_tools.tiny_model import TrainingProgress, ensure
-
-    interval = _TRAINING_LIVE_INTERVAL_S if console.is_terminal else _TRAINING_LOG_INTERVAL_S
-    first_at = shown_at = 0.0
-
-    def show(progress: TrainingProgress) -> None:
-        nonlocal first_at, shown_at
-        now = time.monotonic()
-        if not first_at:
-            first_at = now
-            console.print(f"Training a small Qwen3 model in {directory} …", markup=False, soft_wrap=True)
-        elif progress.step == progress.steps or now - shown_at > interval:
-            shown_at = now
-            left = (now - first_at) / (progress.step - 1) * (progress.steps - progress.step)
-            line = f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, about {left:.0f} s left"
-            if console.is_terminal:
-                console.print(f"{line:<60}", end="\r")
-            else:
-                console.print(line)
-
-    started = time.monotonic()
-    checkpoints = ensure(directory, seed=seed, progress=show)
-    if first_at and console.is_terminal:
-        console.print()
-    duration = f"trained in {time.monotonic() - started:.0f} s" if first_at else "they exist already"
-    names = ", ".join(checkpoint.name for checkpoint in checkpoints)
-    console.print(f"{directory}: {len(checkpoints)} checkpoints ({duration}): {names}", markup=False, soft_wrap=True)

@@ -127,8 +127,8 @@ def run(
     compare: Annotated[
         bool,
         typer.Option(
-            help="Repeat each epoch of a dataset with drafts from the rollout's own text alone, and on a second engine "
-            "without speculation, and compare the results. This takes about three times as long."
+            help="Repeat each epoch of a dataset on a second engine without speculation, and compare the results. This "
+            "takes more than twice as long."
         ),
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
@@ -149,7 +149,7 @@ def run(
             state=state_dir,
             redis_url=redis,
             history_url=_history_url(job, history_redis),
-            baselines=[EpochMode.OWN_TEXT, EpochMode.NON_SPECULATIVE] if compare else [],
+            baselines=[EpochMode.NON_SPECULATIVE] if compare else [],
             model_cache=model_cache,
         )
         work = run_local(
@@ -452,19 +452,17 @@ def tiny_model(
         Path | None, typer.Option(help="Directory of the model.", show_default="das/tiny-qwen3 in the model cache")
     ] = None,
     model_cache: ModelCache = None,
-    seed: Annotated[int, typer.Option(min=0, max=1023, help="Seed of the training data and the initial weights.")] = 0,
 ) -> None:
-    """Train the examples' small Qwen3 model with several checkpoints. This takes minutes on two cores.
-
-    A model that exists already is kept.
-    """
-    from rollout_tools.cli.display import train_tiny_model
+    """Write the examples' small Qwen3 model, which is part of this package, with its checkpoints."""
+    from rollout_tools.tiny_model import ensure
 
     directory = output or (model_cache or default_cache()) / "das" / "tiny-qwen3"
     try:
-        train_tiny_model(directory, seed, console)
+        checkpoints = ensure(directory)
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {directory}: {error}")
+    names = ", ".join(checkpoint.name for checkpoint in checkpoints)
+    console.print(f"{directory}: {names}", markup=False, soft_wrap=True)
 
 
 async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -192,7 +192,6 @@ async def _run_on_ray(
     engines = "1 vLLM engine" if setup.num_engines == 1 else f"{setup.num_engines} vLLM engines"
     notify(f"Starting {engines} with {job.spec.model.uri} …")
     started = time.monotonic()
-    baselines = _baselines(job, options)
     services = JobServices(setup)
     services.start()
     try:
@@ -203,7 +202,7 @@ async def _run_on_ray(
                 work: Coroutine[Any, Any, JobReport | None] = (
                     _serve(setup, services, server, notify)
                     if dataset is None
-                    else _sample(setup, dataset, server, services, finished, baselines, watch)
+                    else _sample(setup, dataset, server, services, finished, options.baselines, watch)
                 )
                 limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
@@ -269,7 +268,7 @@ async def _sample(
     server: redis.Redis,
     services: JobServices,
     finished: int,
-    baselines: list[EpochMode],
+    baselines: Sequence[EpochMode],
     watch: Callable[[DatasetTrainer], Awaitable[None]],
 ) -> JobReport:
     """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
@@ -328,12 +327,6 @@ async def _check_redis(job_store: LauncherStore, url: str, notify: Callable[[str
             notify(f"Stopping the job: {explain_error(error, url)}")
             raise
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
-
-
-def _baselines(job: RolloutJob, options: RunOptions) -> list[EpochMode]:
-    return [
-        mode for mode in options.baselines if mode is not EpochMode.OWN_TEXT or job.spec.speculation.policy != "off"
-    ]
 
 
 def _engine_overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def test_a_missing_model_of_the_hub_is_downloaded_later(tmp_path: Path, monkeypa
     ("uri", "advice"),
     [
         ("/no/such/directory", "does not exist"),
-        ("das/tiny-qwen3/step-0450", "'rollout tiny-model' creates"),
+        ("das/tiny-qwen3/step-1080", "'rollout tiny-model' writes"),
         ("a/b/c", "nor the id of a Hugging Face model"),
     ],
 )

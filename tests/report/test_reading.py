@@ -32,7 +32,7 @@ from rollout_tools.report.recording import (
     load_recording,
     save_recording,
 )
-from rollout_tools.tiny_model.tokenizer import build_tokenizer
+from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.history_contents import KEYS, fill, open_history
 from tests.support.job_messages import request, rollout
 from tests.support.recordings import engine, measurement, small_job

@@ -16,7 +16,7 @@ def make_policies(cache: Path, *, versions: int) -> list[str]:
     import reasoning_gym
     import torch
 
-    from rollout_tools.tiny_model.tokenizer import build_tokenizer
+    from scripts.tiny_model.tokenizer import build_tokenizer
     from tests.support.reference_model import small_qwen3
 
     questions = [

@@ -19,7 +19,8 @@ from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, Ro
 from rollout_api.manifest.spec import Engine
 from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
-from rollout_tools.tiny_model.tokenizer import build_tokenizer, load_tokenizer
+from rollout_store.models.model_source import load_tokenizer
+from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.in_process_job import LiveJob
 from tests.support.manifests import SMALL_CPU_ENGINE

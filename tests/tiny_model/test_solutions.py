@@ -10,14 +10,14 @@ import pytest
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
-from rollout_tools.tiny_model.solutions import (
+from scripts.tiny_model.solutions import (
     UnsupportedProblemError,
     column_difference,
     column_sum,
     solvable_datasets,
     solve,
 )
-from rollout_tools.tiny_model.tasks import TASKS, Task
+from scripts.tiny_model.tasks import TASKS, Task
 
 
 def _label(task: Task) -> str:

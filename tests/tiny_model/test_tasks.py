@@ -6,19 +6,17 @@ from itertools import islice
 
 import pytest
 import reasoning_gym
-import yaml
 
-from rollout_tools.tiny_model import HELD_OUT_SEEDS, default_tasks
-from rollout_tools.tiny_model.tasks import TASKS, training_problems
+from scripts.tiny_model.tasks import HELD_OUT_SEEDS, TASKS, training_problems
 
 
 def test_training_contains_no_held_out_question() -> None:
     trained_on = {question for _, question, _ in islice(training_problems(0), 3000)}
     held_out = {
         entry["question"]
-        for task in default_tasks()
+        for task in TASKS
         for entry in reasoning_gym.create_dataset(
-            task["name"], seed=HELD_OUT_SEEDS.start, size=len(HELD_OUT_SEEDS), **task["config"]
+            task.name, seed=HELD_OUT_SEEDS.start, size=len(HELD_OUT_SEEDS), **task.config
         )
     }
     assert set() == trained_on & held_out
@@ -38,8 +36,3 @@ def test_every_task_occurs_in_training() -> None:
 def test_a_training_seed_out_of_range_is_rejected(seed: int) -> None:
     with pytest.raises(ValueError, match="0 to 1023"):
         next(training_problems(seed))
-
-
-def test_default_tasks_can_be_written_as_yaml() -> None:
-    tasks = default_tasks()
-    assert tasks == yaml.safe_load(yaml.safe_dump(tasks))

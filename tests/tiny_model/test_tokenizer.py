@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_tools.tiny_model.tasks import training_problems
-from rollout_tools.tiny_model.tokenizer import build_tokenizer, load_tokenizer
+from rollout_store.models.model_source import load_tokenizer
+from scripts.tiny_model.tasks import training_problems
+from scripts.tiny_model.tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ namespace das {
 namespace {
 
 // Contexts are read in whole words, so up to this many tokens beyond the compared ones are read.
-constexpr std::size_t kMargin = Words<std::uint16_t>::kTokens;
+constexpr std::size_t kReadMargin = Words<std::uint16_t>::kTokens;
 
 // The token ids of real vocabularies are below this. Larger ids are rare and may be slower.
 constexpr std::size_t kCommonIds = std::size_t{1} << 18;
@@ -114,7 +114,7 @@ class TypedSegment final : public Segment {
     const auto is_kept = [&](std::size_t document) {
       return !std::binary_search(without.begin(), without.end(), source.documents_[document].id);
     };
-    std::size_t length = kMargin;
+    std::size_t length = kReadMargin;
     std::size_t count = 0;
     std::size_t positions = 0;
     for (std::size_t i = 0; i < source.documents_.size(); ++i) {
@@ -126,7 +126,7 @@ class TypedSegment final : public Segment {
     }
     dictionary_.assign(source.dictionary_.begin(), source.dictionary_.end());
     text_.reserve(length);
-    text_.resize(kMargin, kPadding);
+    text_.resize(kReadMargin, kPadding);
     reserve_documents(count);
     std::vector<Pos> moved(source.text_.size(), kNoPosition);  // the new position of each old one
     for (std::size_t i = 0; i < source.documents_.size(); ++i) {
@@ -390,7 +390,7 @@ class TypedSegment final : public Segment {
     const auto boundary = static_cast<Id>(dictionary_.size() - 1);
     const DictionaryLookup<Id> lookup({dictionary_.data(), dictionary_.size() - 1});
     text_.reserve(text_length);
-    text_.resize(kMargin, kPadding);
+    text_.resize(kReadMargin, kPadding);
     reserve_documents(documents.size());
     for (const Document& document : documents) {
       text_.resize(text_.size() + depth_, kPadding);
@@ -482,7 +482,7 @@ std::shared_ptr<const Segment> Segment::build(const std::shared_ptr<ByteCounter>
   using Narrow = TypedSegment<std::uint16_t, std::uint16_t>;
   using Middle = TypedSegment<std::uint16_t, std::uint32_t>;
   using Wide = TypedSegment<std::uint32_t, std::uint32_t>;
-  std::size_t length = kMargin;
+  std::size_t length = kReadMargin;
   for (const Document& document : documents) length += depth + document.tokens.size() + 2;
   if (length > std::numeric_limits<std::uint32_t>::max()) {
     throw std::length_error("a segment of the suffix index would exceed 2^32 tokens");

@@ -54,7 +54,7 @@ def faulty_jobs(cluster: RealCluster) -> Iterator[RealCluster]:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "wrong-password"}, "stringData": {"url": url}}
     manifests = []
     for name, fault, _, _ in FAULTS:
-        spec = {"source": {"trainer": {}}, "model": {"uri": "das/tiny-qwen3/step-0450"}, **fault}
+        spec = {"source": {"trainer": {}}, "model": {"uri": "das/tiny-qwen3/step-1080"}, **fault}
         spec["workers"] = {"gpusPerWorker": 0, **spec.get("workers", {})}
         manifests.append(job_manifest(name, **spec))
     cluster.apply(secret, *manifests)

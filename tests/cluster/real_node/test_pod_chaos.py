@@ -124,7 +124,7 @@ def chaos_job() -> dict[str, Any]:
     return job_manifest(
         JOB,
         source={"trainer": {}},
-        model={"uri": "das/tiny-qwen3/step-0450"},
+        model={"uri": "das/tiny-qwen3/step-1080"},
         engine={**SMALL_CPU_ENGINE, "maxNumSeqs": BATCH, "checkpointTokens": 32},
         # A new engine drafts less in some first steps until it has calibrated acceptance; long rollouts outweigh them.
         sampling={"temperature": 0, "minTokens": 400, "maxTokens": 448},

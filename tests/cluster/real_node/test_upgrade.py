@@ -30,7 +30,7 @@ def test_an_upgrade_and_a_rollback_leave_running_jobs_alone(cluster: RealCluster
         job_manifest(
             NAME,
             source={"trainer": {}},
-            model={"uri": "das/tiny-qwen3/step-0450"},
+            model={"uri": "das/tiny-qwen3/step-1080"},
             engine=SMALL_CPU_ENGINE,
             sampling={"maxTokens": 128},
             workers={"gpusPerWorker": 0},

@@ -71,7 +71,7 @@ def separate_history(cluster: RealCluster) -> list[dict[str, Any]]:
         job_manifest(
             name,
             source={"dataset": {"tasks": [{**task, "problems": SEPARATE_PROBLEMS}]}},
-            model={"uri": "das/tiny-qwen3/step-0450"},
+            model={"uri": "das/tiny-qwen3/step-1080"},
             engine=SMALL_CPU_ENGINE,
             sampling={"rolloutsPerPrompt": 4, "maxTokens": 128},
             workers={"gpusPerWorker": 0},

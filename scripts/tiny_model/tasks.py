@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
 
-from rollout_tools.tiny_model.solutions import solve
+from scripts.tiny_model.solutions import solve
 
 HELD_OUT_SEEDS = range(1024)
 """reasoning-gym item numbers whose questions never occur in training."""
@@ -52,14 +51,6 @@ TASKS: tuple[Task, ...] = (
     Task("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 10, "max_value": 99}, 0.8),
 )
 """The tasks in short and long variants, so that response lengths range from about 25 to 600 tokens."""
-
-
-def default_tasks() -> list[dict[str, Any]]:
-    """Return the tasks to sample rollouts from, as plain data: ``[{"name": …, "config": {…}}, …]``.
-
-    A name may occur twice, with an easier and a harder configuration.
-    """
-    return [{"name": task.name, "config": dict(task.config)} for task in TASKS]
 
 
 def training_problems(seed: int) -> Iterator[tuple[int, str, str]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,10 +56,3 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedToken
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a model directory from disk, and never from a hub."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)

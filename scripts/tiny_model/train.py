@@ -1,9 +1,9 @@
-"""Train the tiny policy from scratch on the CPU, in minutes, and save checkpoints during training.
+"""Train the tiny policy from scratch on the CPU, and save checkpoints during training.
 
 The model is a small Qwen3. It is trained on the solutions of a stream of problems without repetitions, beginning with
 short ones. Hidden matrices are updated with Muon (Jordan et al. 2024; update scale as in Liu et al., arXiv 2502.16982),
-embeddings and norms with AdamW. The learning rate warms up, stays constant, and decays at the end, so that the policy
-still changes between the earlier checkpoints.
+embeddings and norms with AdamW. The learning rate warms up, stays constant, and decays at the end. The first checkpoint
+is that of a beginner, for RL to improve; the others are close to each other, as successive policies of an RL run are.
 
 Two Python threads compute one half of each step each. Within an operation, PyTorch uses a single thread, because its
 OpenMP threads wait for each other in every operation, which makes a step many times slower beside busy processes.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from rollout_tools.tiny_model.tasks import training_problems
-from rollout_tools.tiny_model.tokenizer import build_tokenizer
+from scripts.tiny_model.tasks import training_problems
+from scripts.tiny_model.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ _LENGTH_STEP = 32  # batches are padded to multiples of it: bfloat16 kernels are
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parameters that determine the weights together with the seed.
+    """The parameters that determine the weights together with the seed; by default, those of the shipped policy.
 
     Attributes:
         vocabulary: maximum number of tokens; merging stops earlier if every word is a token.
@@ -53,22 +53,22 @@ class Recipe:
     """
 
     vocabulary: int = 512
-    hidden_size: int = 192
+    hidden_size: int = 128
     layers: int = 4
-    intermediate_size: int = 640
+    intermediate_size: int = 384
     heads: int = 3
     kv_heads: int = 3
     head_dim: int = 64
     max_positions: int = 4096
     query_gain: float = 2.0
-    batch_tokens: int = 2048
-    steps: int = 720
+    batch_tokens: int = 6144
+    steps: int = 1440
     curriculum_steps: int = 360
     matrix_rate: float = 6e-3
     embedding_rate: float = 3e-3
     warmup_steps: int = 20
-    decay_steps: int = 420
-    checkpoints: tuple[int, ...] = (360, 450, 540, 630, 720)
+    decay_steps: int = 960
+    checkpoints: tuple[int, ...] = (270, 1080, 1200, 1320, 1440)
 
     def __post_init__(self) -> None:
         if not self.checkpoints or list(self.checkpoints) != sorted(set(self.checkpoints)):
@@ -88,10 +88,6 @@ class Recipe:
             return math.inf
         growth = max(0.0, 2 * step / self.curriculum_steps - 1)
         return 128 * 8**growth
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain data for JSON."""
-        return {**asdict(self), "checkpoints": list(self.checkpoints)}
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def train(
     directory: Path,
     *,
     seed: int,
-    recipe: Recipe | None = None,
+    recipe: Recipe,
     progress: Callable[[TrainingProgress], None] | None = None,
 ) -> Path:
     """Train the policy and save its checkpoints.
@@ -139,7 +135,7 @@ def train(
         directory: an existing directory. Each checkpoint ``step-XXXX`` in it is a complete Hugging Face model directory
             (float32 safetensors, tokenizer with chat template, generation configuration).
         seed: seed of weights and data, 0 to 1023.
-        recipe: parameters of the training; by default, those of the demo's policy.
+        recipe: parameters of the training.
         progress: called after every step.
 
     Returns:
@@ -148,7 +144,6 @@ def train(
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    recipe = recipe or Recipe()
     tokenizer = build_tokenizer(
         (text for _, *texts in islice(training_problems(seed), 1500) for text in texts),
         vocabulary=recipe.vocabulary,

@@ -3,17 +3,10 @@ VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-FAST_TESTS := tests/api tests/doctor tests/policy tests/operator tests/drafting tests/packaging tests/project \
-	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
-ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
-# These depend on step times, or train a model: beside other engines they would fail or take many times as long.
-SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_announcer.py tests/job/test_run.py tests/trainers
-OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
 V2 := PYTHONPATH=$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
-V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kernels.py drafting.py drafting_loop.py kept_tokens.py lossless.py model_runner_v2.py prompt_logprobs.py raw_logprobs.py routed_experts.py stop_strings.py weights.py)
-# The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
-PARALLEL := --no-loadscope-reorder --numprocesses
+# Tests of a file, and tests that share engines, run in one process: see tests/conftest.py.
+PARALLEL := --dist loadgroup --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
 	@sed -nE 's/^([a-z0-9-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -24,17 +17,21 @@ env:  ## Create or update .venv for development; install missing system packages
 demo:  ## Create .venv, once, and run the quickstart job; begin here.
 	@scripts/demo
 
-test: env lint  ## Run lint, type checks, import contracts and the test suite.
-	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
-	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
-	$(VENV)/pytest $(SERIAL_TESTS)
+test: env lint  ## Run lint, type checks, import contracts, the tests without engines, and the most important with engines.
+	$(VENV)/pytest $(PARALLEL) 4 -m "not (engine or serial or slow or nightly)"
+	$(VENV)/pytest $(PARALLEL) 2 -m "engine and not (serial or slow or nightly)"
+
+test-slow: env  ## Run the tests that make test leaves out, except for those of test-nightly.
+	$(VENV)/pytest $(PARALLEL) 2 -m "slow and not (serial or nightly)"
+	$(VENV)/pytest -m "serial and not nightly"
 	$(MAKE) test-v2
 
-test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
-	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
-
 test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
-	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
+	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine
+
+test-nightly: env  ## Run what takes minutes: trainings with TRL, tutorials, several machines, a long chaos run.
+	$(VENV)/pytest -m nightly
+	CHAOS_SECONDS=900 $(MAKE) test-chaos
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
 	$(VENV)/pytest tests/chaos -s
@@ -100,5 +97,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
-.PHONY: help env demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
+.PHONY: help env demo test test-slow test-v2 test-nightly test-chaos kubernetes images test-cluster test-native lint format \
 	generate docs docs-serve wheels chart docker-images release-check set-version clean

@@ -27,6 +27,8 @@ from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
 from rollout_worker.engine.draft_settings import SOURCES
 from tests.support.reference_model import VOCABULARY, make_model
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 PROBLEM = "p"
 PROMPT = [4, 4, 2, 17]
 END = VOCABULARY - 1

@@ -29,6 +29,8 @@ from tests.support.reference_model import (
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, prefix_of, sample_exactly, tokens_of
 from tests.support.waiting import wait_for_async
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
+
 RANK = 5
 BASE_VERSION = 3
 MAX_NUM_SEQS = 16

@@ -23,6 +23,8 @@ from tests.support.responses import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.v2
+
 LONG = Sampling(n=1, max_tokens=500, allowed_token_ids=WITHOUT_EOS, logprobs=True)
 FIRST_VERSION = [WeightSpan(start=0, weight_version=0)]
 

@@ -34,6 +34,8 @@ from vllm.v1.worker.gpu.sample.penalties import apply_penalties, bincount
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+pytestmark = pytest.mark.v2
+
 STATES = 12
 """Number of requests that the runner has memory for."""
 DRAFTS = 4

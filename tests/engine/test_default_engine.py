@@ -15,6 +15,8 @@ from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.serial]
+
 PROMPT = [4, 4, 2, 17]
 REPETITIVE = Sampling(n=8, max_tokens=200, allowed_token_ids=[1, 2], temperature=0)
 

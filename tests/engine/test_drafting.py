@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 
+import pytest
 import redis
 
 from rollout_api.manifest.spec import Sampling
@@ -15,6 +16,8 @@ from rollout_api.protocol.messages import DraftMode
 from tests.support.engines import MAX_DRAFT_TOKENS, EngineHarness
 from tests.support.reference_model import MAX_POSITIONS
 from tests.support.responses import WITHOUT_EOS, tokens_of
+
+pytestmark = pytest.mark.v2
 
 PROMPT = [4, 4, 2, 17]
 

@@ -26,6 +26,8 @@ from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
 from tests.support.responses import WITHOUT_EOS, tokens_of
 
+pytestmark = pytest.mark.v2
+
 MAX_DRAFT_TOKENS = 4
 OWN_TEXT = 1 + DRAFT_SOURCES.index("self")
 PROMPT = [5, 6]
@@ -247,6 +249,8 @@ def test_a_prefix_belongs_to_the_response() -> None:
     assert (21 + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS) == (counts.generated, counts.accepted)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
     model: Path,
     loop: LoopThread,

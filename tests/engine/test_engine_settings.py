@@ -20,6 +20,8 @@ from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
 from tests.support.responses import PROMPT, PROMPTS, accepted_share, tokens_of
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 MAX_BATCHED_TOKENS = 96
 
 

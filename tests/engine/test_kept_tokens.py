@@ -18,6 +18,8 @@ from tests.support.engines import EngineHarness
 from tests.support.reference_model import VOCABULARY, ReferenceDistribution
 from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, check_likely_tokens, tokens_of
 
+pytestmark = pytest.mark.v2
+
 _BOUNDARY = 1e-4
 """Tokens whose cumulated probability is as close as this to top_p may be kept or not, because of rounding."""
 

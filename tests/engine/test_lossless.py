@@ -30,6 +30,8 @@ from tests.support.responses import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.v2
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -91,6 +93,8 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
     sample_exactly(reference, sampling, partial(sample_with_drafts, drafting_engine, f"distribution-{name}"))
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_a_response_can_continue_behind_end_tokens_of_the_model(drafting_engine: EngineHarness) -> None:
     sampling = Sampling(n=1, temperature=1.0, max_tokens=60, ignore_eos=True)
     responses = drafting_engine.sample(PROMPTS, sampling, "behind-the-end")
@@ -131,6 +135,8 @@ def test_the_test_detects_a_temperature_that_is_off_by_15_percent(
         sample_exactly(reference, wrong, lambda _: sample_with_drafts(drafting_engine, "off", sampling))
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_the_test_detects_the_defect_of_vllms_sampling_on_cpu(
     model: Path,
     loop: LoopThread,

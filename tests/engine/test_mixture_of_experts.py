@@ -18,6 +18,8 @@ from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model, small_qwen3_moe
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 PROMPT = [4, 4, 2, 17]
 
 

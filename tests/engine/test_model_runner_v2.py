@@ -28,7 +28,7 @@ from tests.support.responses import (
     tokens_of,
 )
 
-pytestmark = needs_v2
+pytestmark = [needs_v2, pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
 
 BLOCK_SIZE = 128
 """Tokens of one block of the KV cache on CPUs."""

@@ -17,6 +17,8 @@ from tests.support.engines import EngineHarness
 from tests.support.reference_model import EOS, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, tokens_of
 
+pytestmark = pytest.mark.v2
+
 TOP = 3
 """Number of most likely tokens that some tests ask for."""
 FILTERED = Sampling(n=1, max_tokens=20, temperature=0.5, top_p=0.6, prompt_logprobs=True)

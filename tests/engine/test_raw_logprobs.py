@@ -18,6 +18,8 @@ from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution
 from tests.support.responses import PROMPT, PROMPTS, accepted_share, check_likely_tokens, tokens_of
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
+
 SETTINGS = {
     "temperature": 0.6,
     "top_p": 0.8,

@@ -25,6 +25,8 @@ from tests.support.engines import USES_V2, EngineHarness, engine_config, needs_v
 from tests.support.reference_model import EOS, LoopThread, make_model, small_qwen3_moe
 from tests.support.responses import PROMPTS, WITHOUT_EOS, accepted_share, prefix_of, tokens_of
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
+
 ARGUMENT = {"enable_return_routed_experts": True}
 SAMPLING = Sampling(n=1, max_tokens=60, allowed_token_ids=WITHOUT_EOS, routed_experts=True)
 _TIE = 1e-4

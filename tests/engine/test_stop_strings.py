@@ -19,6 +19,8 @@ from rollout_worker.engine.sampling_params import StopStrings, token_decoder
 from tests.support.engines import EngineHarness
 from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, prefix_of
 
+pytestmark = pytest.mark.v2
+
 TOKENS = st.lists(st.integers(0, 7), max_size=40)
 STOPS = st.lists(st.text("w01 ", min_size=1, max_size=6), min_size=1, max_size=3)
 PIECES = ("w0 ", "w1 ", "w10", " ", "w", "", "0 w1", "1")

@@ -27,6 +27,8 @@ from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 SENDER = """
 import sys
 from safetensors.torch import load_file

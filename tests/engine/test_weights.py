@@ -26,6 +26,8 @@ from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, accepted_share
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
+
 NEW_VERSION = 7
 OLD_SPANS = [WeightSpan(start=0, weight_version=0)]
 DIFFERENT_MODEL_ERROR = 0.1

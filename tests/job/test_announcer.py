@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect
@@ -22,6 +23,8 @@ from rollout_worker.engine_worker.announcer import HistoryAnnouncer
 from tests.support.recording_sink import RecordingSink
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for_async
+
+pytestmark = pytest.mark.serial
 
 KEYS = HistoryKeys("default", "math")
 

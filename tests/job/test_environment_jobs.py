@@ -22,6 +22,8 @@ from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "tests" / "support" / "environments"
 VERIFIERS = ROOT / ".venv" / "verifiers" / "bin" / "python"

@@ -12,6 +12,8 @@ import pytest
 from rollout_api.protocol.keys import MessageKeys
 from tests.support.pod_processes import EPOCHS, UID, PodProcesses
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
 DAY_S = 24 * 3600
 EXPIRED = -2

@@ -36,6 +36,8 @@ from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies
 from tests.support.waiting import wait_for
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.serial]
+
 SAMPLES = 8
 PROBLEMS = sum(task["problems"] for task in TASKS)
 BATCH = 16

@@ -11,6 +11,8 @@ import pytest
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
 from tests.support.pod_processes import PodProcesses
 
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
 PODS = ("head", "worker", "follower")
 
 

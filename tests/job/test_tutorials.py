@@ -19,6 +19,8 @@ from rollout_store.runtime.command_line import default_cache
 from rollout_tools.tiny_model import ensure
 from tests.support.documentation import ROOT, console_blocks, titled_files
 
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
 SKIPPED = {"make env", "source .venv/bin/activate"}
 """Commands that have created the environment in which the test runs."""
 VARYING = re.compile(r"\b[0-9a-f]{12}\b|\d+(?:[.,]\d+)*|\b(?:B|KiB|MiB)\b|\b[smhd] ago\b|\b(?:right|wrong)\b")

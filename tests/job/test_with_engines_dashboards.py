@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rollout_api import AsyncRolloutClient
@@ -20,6 +21,8 @@ from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import JobHarness, gather, prompts
 from tests.support.prometheus_server import PrometheusServer, needs_prometheus, prometheus_server
 from tests.support.waiting import wait_for_async
+
+pytestmark = pytest.mark.slow
 
 QUERIES = {name: query for name, query in dashboard_queries("models").items() if OPERATOR not in query}
 """The operator's panels are tested on a cluster."""

@@ -21,6 +21,8 @@ from tests.support.live_job_harness import (
     wait_for_status,
 )
 
+pytestmark = pytest.mark.slow
+
 LONG = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
 
 

@@ -6,6 +6,8 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
+import pytest
+
 from rollout_api import AsyncRolloutClient, Prompt, RequestClient, Rollout
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial
@@ -13,6 +15,8 @@ from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import ENDLESS, JobHarness, assert_delivered_once
 from tests.support.reference_model import ReferenceDistribution
 from tests.support.responses import check_likely_tokens
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [1, 2, 3, 4]
 LENGTH = 300

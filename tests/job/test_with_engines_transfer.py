@@ -31,6 +31,8 @@ from tests.support.reference_model import ReferenceDistribution
 from tests.support.served_job import serving
 from tests.support.vllm_sender_on_cpu import GlooCommunicator, install
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(n=4, max_tokens=40, logprobs=True)
 TENSOR = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 Transfer = Callable[[LiveJob, AsyncRolloutClient, str], Coroutine[Any, Any, None]]

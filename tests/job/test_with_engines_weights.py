@@ -44,6 +44,8 @@ from tests.support.reference_model import (
 )
 from tests.support.results_in_redis import num_kept
 
+pytestmark = pytest.mark.slow
+
 
 def versions(rollouts: list[Rollout]) -> set[int]:
     """Return all weight versions that sampled tokens of the rollouts."""

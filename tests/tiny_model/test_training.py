@@ -14,6 +14,8 @@ from rollout_tools.tiny_model import unpacked
 from scripts.tiny_model.__main__ import RESOLUTION, pack
 from scripts.tiny_model.train import Recipe, checkpoint_name, train
 
+pytestmark = pytest.mark.slow
+
 SMALL = Recipe(
     vocabulary=300,
     hidden_size=32,

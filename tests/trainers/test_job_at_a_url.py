@@ -34,6 +34,8 @@ from tests.support.history_contents import rollout_ids_in
 from tests.support.reference_model import make_adapter
 from tests.support.waiting import wait_for
 
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
 ROOT = Path(__file__).parents[2]
 SKYRL = ROOT / ".venv" / "skyrl"
 VERIFIERS = ROOT / ".venv" / "verifiers" / "bin" / "python"

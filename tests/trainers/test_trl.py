@@ -17,6 +17,8 @@ import yaml
 from rollout_store.runtime.command_line import default_cache
 from rollout_tools.tiny_model import ensure
 
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
 STEPS = 40
 

@@ -43,6 +43,8 @@ from rollout_head.coordinator.open_request import OpenRequest
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
 JOB = "default/math"
 
 

@@ -124,9 +124,11 @@ def test_an_aborted_sample_has_the_tokens_that_were_sampled(server: str, job: Se
 
     def abort() -> None:
         [request] = job.wait_for_requests(1)
+        before = num_reads()
         job.stream_text(request, 0, "three four")
-        before = num_reads()  # a later read finds the tokens
         wait_for(lambda: num_reads() > before)
+        job.redis.xadd(job.keys.token_updates, {"r": request.request_id})
+        wait_for(lambda: num_reads() > before + 1)  # the server has received the tokens before it reads again
         assert 1 == httpx.get(f"{server}/v1/loads?include=core").json()["loads"][0]["num_running_reqs"]
         httpx.post(f"{server}/abort_request", json={"abort_all": True}).raise_for_status()
 

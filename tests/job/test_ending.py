@@ -28,7 +28,14 @@ def server(redis_url: str) -> redis.Redis:
     client = connect(redis_url)
     history(client).metadata.open("tokenizer")
     sampling = '{"n": 1, "max_tokens": 4}'
-    description = {"version": 1, "model": "m", "vocabulary": 9, "sampling": sampling, "max_model_len": 9}
+    description = {
+        "version": 1,
+        "model": "m",
+        "vocabulary": 9,
+        "sampling": sampling,
+        "max_model_len": 9,
+        "history": "h",
+    }
     client.hset(JOB.job, mapping=description | {"max_request_bytes": 9999, "max_rollouts": 9, "state": "running"})
     client.set(job_uid_key(NAME), JOB.uid)
     client.xadd(JOB.outbox, {"d": encode(rollout(request(), 0))})

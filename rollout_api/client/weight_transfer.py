@@ -208,7 +208,7 @@ class WeightTransfer:
                     f"these weights are sent with {weights.backend}, but the engines receive weights with {backend}"
                 )
             check_identity(version, "", engines)
-            if not weights.group or {report.get("transfer_group") for report in engines.values()} != {weights.group}:
+            if not await self._is_complete(weights.group, engines):
                 await self._run(version, lambda: weights.connect(calls, 1 + sum(r["ranks"] for r in engines.values())))
                 weights.group = calls.group
         except BaseException as error:
@@ -226,6 +226,8 @@ class WeightTransfer:
         """Run a part of a sender, which blocks, in a thread."""
         try:
             await asyncio.to_thread(function)
+        except InvalidRequestError as error:  # the engines have changed meanwhile
+            raise WeightsError(str(error)) from error
         except RolloutClientError:
             raise
         except Exception as error:
@@ -234,17 +236,29 @@ class WeightTransfer:
                 f"{version + 1} or later"
             ) from error
 
+    async def _group(self) -> InitWeightTransfer | None:
+        """Return the group that was formed last; None if there is none."""
+        stored: Any = await self._policy.run(
+            lambda: self._client.hget(self._keys.weights, "group"), action="read the trainer's group"
+        )
+        group = None if stored is None else decode(stored)
+        return group if isinstance(group, InitWeightTransfer) else None
+
+    async def _is_complete(self, name: str, engines: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Return whether all members of a group are left, and these are all engines."""
+        group = await self._group()
+        if group is None or group.group != name:
+            return False
+        return group.engines.keys() == engines.keys() and not _missing_members(group, engines)
+
     async def _check_group(self) -> InitWeightTransfer:
         """Return the group that was formed last.
 
         Raises:
             InvalidRequestError: there is none, or the trainer has to form it again.
         """
-        stored: Any = await self._policy.run(
-            lambda: self._client.hget(self._keys.weights, "group"), action="read the trainer's group"
-        )
-        group = None if stored is None else decode(stored)
-        if not isinstance(group, InitWeightTransfer):
+        group = await self._group()
+        if group is None:
             raise InvalidRequestError(f"the job's engines have joined no trainer's group; {_INIT_AGAIN}")
         if lost := _missing_members(group, await self._publisher.engines()):
             raise InvalidRequestError(f"the trainer's group has lost members ({list_reasons(lost)}); {_INIT_AGAIN}")

@@ -6,7 +6,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
 V2 := PYTHONPATH=$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 # Tests of a file, and tests that share engines, run in one process: see tests/conftest.py.
-PARALLEL := --dist loadgroup --no-loadscope-reorder --numprocesses
+PARALLEL := --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
 	@sed -nE 's/^([a-z0-9-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'

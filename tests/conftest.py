@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.engine_worker.local_ray import configure_ray
@@ -21,25 +25,40 @@ settings.load_profile("shared machine")
 
 configure_ray()  # before a test module imports Ray
 
-ENGINE_FIXTURES = frozenset({"drafting_engine", "engines", "plain_engine"})
-"""Fixtures with vLLM engines that several files share. Tests that use them run in one process per folder."""
+ROOT = Path(__file__).parents[1]
+ENGINE_FIXTURES = frozenset({"drafting_engine", "engines", "job_harness", "plain_engine"})
+"""Fixtures with vLLM engines that several files share. Files that use them run in one process per folder."""
 CONTROL_PLANES = ("complete_cluster", "current_cluster")
 """Tests of tests/cluster/virtual_nodes run on one or both of these, which are in the ids of the tests."""
 SECONDS_PER_TEST = 15
 SLOW = frozenset({"slow", "nightly"})
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class GroupScheduling(LoadFileScheduling):
+    """Runs in one process: the tests of a file, of the files of a folder that share engines, and of a control plane."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        control_plane = next((name for name in CONTROL_PLANES if name in nodeid), None)
+        return control_plane or (f"engines of {Path(file).parent}" if _shares_engines(file) else file)
+
+
+@cache
+def _shares_engines(file: str) -> bool:
+    return not ENGINE_FIXTURES.isdisjoint(re.findall(r"\w+", (ROOT / file).read_text()))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Return the scheduler for ``--numprocesses``."""
+    return GroupScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that share engines, put what must share a process into a group, and begin with the longest groups."""
+    """Mark the tests that use shared engines, and begin with what takes longest."""
     for item in items:
-        folder, *_ = Path(item.nodeid.partition("::")[0]).parents
-        shared = ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        if shared:
+        if ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
-        control_plane = next((name for name in CONTROL_PLANES if name in item.nodeid), None)
-        group = control_plane or (f"{folder} engines" if shared else item.nodeid.partition("::")[0])
-        item.add_marker(pytest.mark.xdist_group(group))
     # One process would otherwise be left with the longest group at the end.
     items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
 

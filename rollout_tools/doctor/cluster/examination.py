@@ -57,16 +57,12 @@ _CONTEXT = "jsonpath={.clusters[0].cluster.server} {.contexts[0].context.namespa
 _API_ERROR = re.compile(r"^Error from server(?: \((\w+)\))?: (.*)", re.DOTALL | re.MULTILINE)
 
 
-class ClusterUnreachableError(RuntimeError):
-    """The API server cannot be reached. The message says what to do."""
+class ClusterError(RuntimeError):
+    """A request has failed. The message says why."""
 
-
-class ApiError(RuntimeError):
-    """The API server has answered with an error."""
-
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         self.reason = reason
-        """Such as Forbidden or NotFound; empty if the API server has given none."""
+        """What the API server has given as the reason, such as Forbidden or NotFound; empty if it has given none."""
         super().__init__(message)
 
 
@@ -77,13 +73,13 @@ class ClusterApi:
         """Find the cluster; nothing is sent yet.
 
         Raises:
-            ClusterUnreachableError: if there is none, or kubectl is not installed.
+            ClusterError: if there is none, or kubectl is not installed.
         """
         self._kubectl = Kubectl()
         try:
             context = self._kubectl.run("config", "view", "--minify", "-o", _CONTEXT, capture_output=True, text=True)
         except PluginError as failure:
-            raise ClusterUnreachableError(str(failure)) from None
+            raise ClusterError(str(failure)) from None
         if not context.returncode:
             self.server, _, namespace = str(context.stdout).partition(" ")
             self.namespace = namespace or "default"
@@ -92,14 +88,13 @@ class ClusterApi:
             self.server = f"https://{os.environ.get('KUBERNETES_SERVICE_HOST')}"
             self.namespace = _POD_NAMESPACE.read_text().strip()
         else:
-            raise ClusterUnreachableError("there is no access to a cluster; set KUBECONFIG, or run this in a pod")
+            raise ClusterError("there is no access to a cluster; set KUBECONFIG, or run this in a pod")
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
         """Return an object or a list.
 
         Raises:
-            ApiError: if the API server answers with an error.
-            ClusterUnreachableError: if it does not answer.
+            ClusterError: if the API server answers with an error, or not at all.
         """
         found: dict[str, Any] = json.loads(self._run("get", "--raw", f"{path}?{urlencode(query)}"))
         return found
@@ -117,8 +112,7 @@ class ClusterApi:
             specs: what is asked.
 
         Raises:
-            ApiError: if the API server answers with an error.
-            ClusterUnreachableError: if it does not answer.
+            ClusterError: if the API server answers with an error, or not at all.
         """
         reviews = [{"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec} for spec in specs]
         body = json.dumps({"apiVersion": "v1", "kind": "List", "items": reviews})
@@ -131,9 +125,8 @@ class ClusterApi:
         if not done.returncode:
             return str(done.stdout)
         message = str(done.stderr).strip()
-        if match := _API_ERROR.search(message):
-            raise ApiError(match[1] or "", match[2])
-        raise ClusterUnreachableError(f"{message}; check the network, and the kubeconfig")
+        match = _API_ERROR.search(message)
+        raise ClusterError(message) if match is None else ClusterError(match[2], match[1] or "")
 
 
 def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: str | None) -> list[Finding]:
@@ -147,19 +140,17 @@ def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: 
     try:
         api = ClusterApi()
         version = judge_version(api.get("/version"))
-        namespace = namespace or (job.metadata.namespace if job is not None else api.namespace)
-        return [
-            ok("API server", api.server),
-            version,
-            *_installation(api, namespace, own_version),
-            *_access(api, namespace),
-            *_namespace(api, job, namespace),
-            *_infrastructure(api, job),
-        ]
-    except ClusterUnreachableError as failure:
-        return [error("API server", "cannot be used", str(failure))]
-    except ApiError as failure:
-        return [error("API server", str(failure), "check the user and the token of the kubeconfig")]
+    except ClusterError as failure:
+        return [error("API server", "cannot be used", f"{failure}; check the kubeconfig, its user, and the network")]
+    namespace = namespace or (job.metadata.namespace if job is not None else api.namespace)
+    return [
+        ok("API server", api.server),
+        version,
+        *_installation(api, namespace, own_version),
+        *_access(api, namespace),
+        *_namespace(api, job, namespace),
+        *_infrastructure(api, job),
+    ]
 
 
 def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
@@ -167,11 +158,11 @@ def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> l
     try:
         found = examine()
         return [found] if isinstance(found, Finding) else list(found)
-    except ApiError as failure:
+    except ClusterError as failure:
         return [_not_examined(check, failure)]
 
 
-def _not_examined(check: str, failure: ApiError) -> Finding:
+def _not_examined(check: str, failure: ClusterError) -> Finding:
     if failure.reason == _FORBIDDEN:
         advice = "run this as a user who may read it, such as an administrator"
     else:
@@ -183,7 +174,7 @@ def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
     """Return an object; None if it does not exist."""
     try:
         return api.get(path)
-    except ApiError as failure:
+    except ClusterError as failure:
         if failure.reason == _NOT_FOUND:
             return None
         raise
@@ -193,7 +184,7 @@ def _installation(api: ClusterApi, namespace: str, own_version: str | None) -> l
     findings = _judged("CRDs", lambda: _crds(api))
     try:
         deployments = api.items("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR)
-    except ApiError as failure:
+    except ClusterError as failure:
         findings.append(_not_examined("operator", failure))
     else:
         findings += judge_operator(deployments, namespace, own_version)
@@ -213,7 +204,7 @@ def _installation(api: ClusterApi, namespace: str, own_version: str | None) -> l
 def _crds(api: ClusterApi) -> list[Finding]:
     try:
         return [judge_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in CRD_DIGESTS]
-    except ApiError as failure:
+    except ClusterError as failure:
         if failure.reason != _FORBIDDEN:
             raise
     return judge_served_api(_optional(api, f"/apis/{API_VERSION}"), (PLURAL, *RUNTIME_PLURALS.values()))

@@ -126,6 +126,7 @@ def test_greedy_tokens_are_the_same_when_responses_are_preempted(
     assert accepted_share(actual) > 0.2
 
 
+@pytest.mark.slow
 def test_the_test_detects_a_temperature_that_is_off_by_15_percent(
     drafting_engine: EngineHarness, reference: ReferenceDistribution
 ) -> None:

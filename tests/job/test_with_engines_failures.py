@@ -27,6 +27,7 @@ from tests.support.redis_servers import Server
 from tests.support.reference_model import ReferenceDistribution
 
 
+@pytest.mark.slow
 def test_rollouts_of_a_lost_engine_continue_from_their_checkpoints(job_harness: JobHarness) -> None:
     """Log-probabilities and kept tokens are the model's own across the point where another engine continues."""
     length = 400

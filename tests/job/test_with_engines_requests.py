@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 
 from rollout_api import AsyncRolloutClient, FinishReason, Prompt, RolloutId, encode
 from rollout_api.manifest.spec import Sampling
@@ -241,6 +242,7 @@ def test_turns_run_on_the_engine_that_has_their_prefix_cached(job_harness: JobHa
     job_harness.run(scenario)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness) -> None:
     job = manifest(queue={"maxUnreadResults": "64Ki"})
     total = 640
@@ -292,6 +294,7 @@ def test_groups_of_sixty_four_are_whole(job_harness: JobHarness) -> None:
     job_harness.run(scenario)
 
 
+@pytest.mark.slow
 def test_ten_thousand_short_requests_are_all_answered(job_harness: JobHarness) -> None:
     job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
 

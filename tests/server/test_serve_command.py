@@ -20,6 +20,8 @@ from tests.support.redis_servers import Certificates, Server
 from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "a-token-that-is-long-enough"
 COMMAND = [sys.executable, "-m", "rollout_tools.cli", "serve"]
 

@@ -24,6 +24,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return ensure(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_solves_problems(written: list[Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(written[-1])
     model = AutoModelForCausalLM.from_pretrained(written[-1])

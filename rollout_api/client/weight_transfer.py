@@ -9,6 +9,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -212,11 +213,13 @@ class WeightTransfer:
                 await self._run(version, lambda: weights.connect(calls, 1 + sum(r["ranks"] for r in engines.values())))
                 weights.group = calls.group
         except BaseException as error:
+            calls.cancel()
             await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
             raise
         try:
             await self._run(version, lambda: weights.send(calls))
         except BaseException as error:
+            calls.cancel()
             if calls.update is not None:
                 await self.abort(calls.update, str(error) or type(error).__name__)
             raise
@@ -354,6 +357,8 @@ class _Calls:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.group = ""
+        self._waiting: Future[Any] | None = None
+        self._cancelled = False
         self.update: WeightUpdate | None = None
         self.published = PublishedWeights(self.version, [], {})
 
@@ -370,8 +375,17 @@ class _Calls:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.published = self._wait(self.transfer.finish(timeout=self.timeout))
 
+    def cancel(self) -> None:
+        """End the call that the sender waits for, which withdraws its message, and let later ones fail."""
+        self._cancelled = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
     def _wait(self, call: Coroutine[Any, Any, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        self._waiting = waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
+        if self._cancelled:
+            waiting.cancel()
+        return waiting.result()
 
 
 def _without_objects(update_info: dict[str, Any]) -> dict[str, Any]:

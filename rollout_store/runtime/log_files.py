@@ -13,6 +13,8 @@ MAX_FILE_BYTES = 8 << 20
 """Size at which a log file is rotated, in bytes."""
 NUM_OLD_FILES = 2
 """Number of rotated files that are kept of each process."""
+_PACKAGES = ("rollout_head", "rollout_store", "rollout_tools", "rollout_worker")
+"""Packages whose messages are logged from the level INFO on; those of others only from WARNING on."""
 _CONSOLE_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
@@ -62,15 +64,17 @@ def logging_to_file(directory: Path | None, process: str) -> Iterator[None]:
     console.setFormatter(logging.Formatter(_CONSOLE_FORMAT))
     console.setLevel(logging.WARNING)
     handlers = [console] if directory is None else [console, rotating_handler(directory, process)]
-    root, own = logging.getLogger(), logging.getLogger(__name__.partition(".")[0])
-    level = own.level
-    own.setLevel(logging.INFO)
+    root, own = logging.getLogger(), [logging.getLogger(package) for package in _PACKAGES]
+    levels = [logger.level for logger in own]
+    for logger in own:
+        logger.setLevel(logging.INFO)
     for handler in handlers:
         root.addHandler(handler)
     try:
         yield
     finally:
-        own.setLevel(level)
+        for logger, level in zip(own, levels, strict=True):
+            logger.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()

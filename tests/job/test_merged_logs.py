@@ -71,11 +71,12 @@ def test_following_continues_through_rotations_without_a_gap(tmp_path: Path) -> 
     assert [str(number) for number in range(12 - len(kept), 12)] == kept
 
 
-def test_only_warnings_reach_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("rollout_worker.test")
+@pytest.mark.parametrize("package", ["rollout_head", "rollout_store", "rollout_tools", "rollout_worker"])
+def test_only_warnings_reach_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], package: str) -> None:
+    logger = logging.getLogger(f"{package}.test")
     with logging_to_file(tmp_path, "run"):
         logger.info("Started.")
         logger.warning("Redis is slow.")
-    assert "WARNING rollout_worker.test: Redis is slow.\n" == capsys.readouterr().err
+    assert f"WARNING {package}.test: Redis is slow.\n" == capsys.readouterr().err
     written = (tmp_path / "run.log").read_text()
     assert ["Started.", "Redis is slow."] == [line.rpartition(": ")[2] for line in written.splitlines()]

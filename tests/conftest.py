@@ -30,8 +30,6 @@ ENGINE_FIXTURES = frozenset({"drafting_engine", "engines", "job_harness", "plain
 """Fixtures with vLLM engines that several files share. Files that use them run in one process per folder."""
 CONTROL_PLANES = ("complete_cluster", "current_cluster")
 """Tests of tests/cluster/virtual_nodes run on one or both of these, which are in the ids of the tests."""
-SECONDS_PER_TEST = 15
-SLOW = frozenset({"slow", "nightly"})
 
 
 class GroupScheduling(LoadFileScheduling):
@@ -63,17 +61,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit that ``make test`` sets."""
+    parser.addoption("--seconds-per-test", type=float, help="fail tests that take longer on an idle machine")
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test that is not marked ``slow`` and takes longer than ``SECONDS_PER_TEST`` on an idle machine.
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that takes longer than ``--seconds-per-test``.
 
     On a loaded machine, it may take as many times longer as there are processes per core.
     """
     report = yield
-    limit = SECONDS_PER_TEST * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    if report.when == "call" and report.passed and call.duration > limit and not SLOW.intersection(report.keywords):
-        report.outcome = "failed"
-        report.longrepr = f"took {call.duration:.0f} s; make it shorter, or mark it as slow (limit: {limit:.0f} s)"
+    seconds = item.config.getoption("--seconds-per-test")
+    if seconds is not None and report.when == "call" and report.passed:
+        limit = seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        if call.duration > limit:
+            report.outcome = "failed"
+            report.longrepr = f"took {call.duration:.0f} s; make it shorter, or mark it as slow (limit: {limit:.0f} s)"
     return report
 
 

@@ -412,7 +412,7 @@ def test_service_publishes_metrics_and_ends_on_sigterm(
 def test_service_is_healthy_but_not_ready_while_redis_is_unreachable(
     running: Server, served: tuple[subprocess.Popen[bytes], int]
 ) -> None:
-    process, port = served
+    _, port = served
     running.kill()
     wait_for(lambda: get(port, "/readyz")[0] == 503, 20, "The service is still ready.")
     assert "ConnectionError" in get(port, "/readyz")[1]
@@ -420,6 +420,10 @@ def test_service_is_healthy_but_not_ready_while_redis_is_unreachable(
     assert 0 == metrics(port)["rollout_history_redis_up", ""]
     running.start()
     wait_for(lambda: get(port, "/readyz")[0] == 200, 20, "The service does not become ready again.")
+
+
+def test_service_ends_while_redis_does_not_answer(running: Server, served: tuple[subprocess.Popen[bytes], int]) -> None:
+    process, _ = served
     running.pause()
     wait_for(lambda: has_unread_command(running.port), 20, "The service does not wait for a reply.")
     process.send_signal(signal.SIGTERM)

@@ -94,7 +94,8 @@ def test_least_recently_used_problems_are_evicted_at_the_cap(client: Redis, capl
     caplog.set_level(logging.INFO)
     store = open_history(client)
     fill(store, [f"p{number}" for number in range(10)])
-    store.catalog.mark_used(["p0", "p3"])  # used last
+    for used_last in ("p0", "p3"):
+        store.catalog.mark_used([used_last])
     total = sum(problem.bytes for problem in store.catalog.problems())
     store = open_history(client, max_bytes=int(total * 0.75))
     done = HistoryMaintainer(client, KEYS, token="a").run_once()

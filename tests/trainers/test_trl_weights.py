@@ -128,7 +128,7 @@ def test_the_obstacles_to_a_transfer_are_named() -> None:
 
 
 TRAINER = """
-import sys, torch
+import os, sys, torch
 from types import SimpleNamespace
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
@@ -144,9 +144,10 @@ trainer = SimpleNamespace(model_wrapped=model, accelerator=accelerator)
 with RolloutClient.connect(url, job, name=f"rank-{accelerator.process_index}") as client:
     weights = TrlWeights(client, None, kept_versions=2, timeout=30)
     try:
-        print(weights.publish(trainer, 1), weights.publish(trainer, 2))
+        outcome = f"{weights.publish(trainer, 1)} {weights.publish(trainer, 2)}"
     except RolloutClientError as error:
-        print(error)
+        outcome = str(error)
+    os.write(1, f"{outcome}\\n".encode())  # at once, because both processes write to one pipe
 """
 
 

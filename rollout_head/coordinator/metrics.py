@@ -107,12 +107,12 @@ class StatusSource(Protocol):
 class StatusMetrics:
     """A ``prometheus_client`` collector of the last status. Labels name the job, engine or client, never a prompt."""
 
-    def __init__(self, board: StatusSource) -> None:
-        self._board = board
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
 
     def collect(self) -> Iterator[Metric]:
         """Yield one metric family for each figure."""
-        status = self._board.last
+        status = self._source.last
         if status is None:
             return
         job = [status["job"]]
@@ -126,7 +126,7 @@ class StatusMetrics:
         errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
         text = "Rollouts of a dataset source that got no reward from its environment."
         yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)
-        distributions = self._board.distributions
+        distributions = self._source.distributions
         for name, (distribution, text) in HISTOGRAMS.items() if distributions is not None else ():
             histogram = HistogramMetricFamily(name, text, labels=["job"])
             shown: Distribution = getattr(distributions, distribution)
@@ -160,7 +160,7 @@ class StatusMetrics:
             "rollouts_assigned": ("Rollouts that are assigned to an engine.", status["assigned"]),
             "engines": ("Engines with a valid lease.", len(status["engines"])),
             "engines_failed": ("Engines that cannot start.", len(status["engine_errors"])),
-            "status_age_seconds": ("Age of these figures; it grows while Redis is unavailable.", self._board.age_s),
+            "status_age_seconds": ("Age of these figures; it grows while Redis is unavailable.", self._source.age_s),
             "weight_version": ("Weight version that the engines should serve.", status["weight_version"]),
             "drift_e_value": (
                 "Evidence that drafting changes the output distribution; 1000 raises the alarm.",

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rollout_api.protocol.messages import DraftMode
-from rollout_head.coordinator.open_request import OpenRequest
-from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
-from rollout_head.coordinator.sibling_groups import SiblingGroup
-from rollout_head.coordinator.version_bounds import VersionBounds
+from rollout_head.coordinator.open_requests import OpenRequest, SiblingGroup
+from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, VersionBounds, WaitingRequest
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import CoordinatorLimits
 
 
 class RolloutQueue:
@@ -18,10 +15,13 @@ class RolloutQueue:
 
     A rollout with which several engines were lost may be the cause. It is isolated: an engine gets at most one such
     rollout at a time, so that it cannot take other suspects with it.
+
+    Args:
+        isolation_threshold: number of lost engines from which a rollout is isolated.
     """
 
-    def __init__(self, limits: CoordinatorLimits) -> None:
-        self._scheduler, self._limits = ProbeThenLongest(), limits
+    def __init__(self, isolation_threshold: int) -> None:
+        self._scheduler, self._isolation_threshold = ProbeThenLongest(), isolation_threshold
         self._loss_counts: dict[str, int] = {}
         """Rollout id → number of engines lost with it since it last made progress."""
         self._partial_ids: set[str] = set()
@@ -59,7 +59,7 @@ class RolloutQueue:
         isolated = {
             (request.request_id, sample)
             for sample in samples
-            if self.loss_count(request.rollout_id(sample)) >= self._limits.isolation_threshold
+            if self.loss_count(request.rollout_id(sample)) >= self._isolation_threshold
         }
         self._isolated |= isolated
         self._scheduler.add(

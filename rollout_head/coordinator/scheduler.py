@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from rollout_head.coordinator.version_bounds import ANY_VERSION, VersionBounds
+from rollout_api.protocol.messages import RolloutRequest
 
 _RUNNING_PER_EXTRA_ASSIGNMENT = 8
 """Rollouts that an engine can run at once, per additional rollout that it is assigned beyond them.
@@ -17,6 +18,37 @@ _MAX_PREFERRED_LOAD = 2
 _MIN_RELATIVE_LENGTH = 0.9
 """Expected length, relative to the longest waiting samples, from which a sample starts before them on an engine that
 runs its siblings. With smaller values, long rollouts would start too late."""
+
+
+@dataclass(frozen=True)
+class VersionBounds:
+    """The weight versions with which a request allows its rollouts to be dispatched to an engine."""
+
+    pinned: int | None = None
+    """The only version that may sample the rollouts; None for any."""
+    minimum: int = 0
+    """Oldest version."""
+    max_staleness: int | None = None
+    """Largest number of versions behind the newest published one; None for any."""
+
+    @classmethod
+    def of(cls, request: RolloutRequest) -> Self:
+        """Return the bounds of a request."""
+        return cls(request.weight_version, request.min_weight_version or 0, request.max_staleness)
+
+    def oldest(self, newest: int) -> int:
+        """Return the oldest version that is allowed while *newest* is the newest published one."""
+        if self.pinned is not None:
+            return self.pinned
+        return max(self.minimum, 0 if self.max_staleness is None else newest - self.max_staleness)
+
+    def allow(self, version: int, newest: int) -> bool:
+        """Return whether an engine with *version* may sample, while *newest* is the newest published version."""
+        return version == self.pinned if self.pinned is not None else version >= self.oldest(newest)
+
+
+ANY_VERSION = VersionBounds()
+"""The bounds of requests that any version may sample."""
 
 
 @dataclass(frozen=True)

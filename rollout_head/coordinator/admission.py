@@ -56,7 +56,7 @@ class RequestAdmission:
                 have assigned samples of these requests.
         """
         checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
-        # A request that was sent twice has two entries, of which Redis admits the first.
+        # A request that was sent twice has two entries; Redis admits the first one.
         registered = await asyncio.gather(*(self._register(entry, request) for entry, request in checked))
         admitted = {
             entry.entry_id: request

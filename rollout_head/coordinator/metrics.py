@@ -48,7 +48,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "history_failures": (_COUNTER, "Reads and writes of the history that failed."),
     "measured_timestamp_seconds": (_GAUGE, "Unix time of the last measurement."),
 }
-"""Counter in an engine's report → kind and description of its metric, the name of which begins ``rollout_engine_``."""
+"""Counter in an engine's report → kind and description of its metric, whose name begins with ``rollout_engine_``."""
 
 LABELED_ENGINE_METRICS = {
     "source_proposed_tokens": ("source", "Draft tokens that were proposed, including those not worth verifying."),
@@ -77,7 +77,7 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
     ),
     "rollout_staleness_versions": (
         "staleness_versions",
-        "Weight versions by which the oldest token of a rollout is behind the newest version at the rollout's end.",
+        "Weight versions that the oldest token of a rollout is behind the newest version at the rollout's end.",
     ),
     "rollout_weight_update_seconds": (
         "weight_update_seconds",
@@ -175,7 +175,7 @@ class StatusMetrics:
                 sum(engine["speculation_disabled"] for engine in status["engines"]),
             ),
             "engines_unverified": (
-                "Engines on which vLLM does not verify the drafts that are proposed.",
+                "Engines whose vLLM does not verify the proposed drafts.",
                 len(status["unverified"]),
             ),
             "tokens_per_second": ("Response tokens per second over the last seconds.", status["tokens_per_second"]),

@@ -18,7 +18,7 @@ _HISTORY_WEIGHT = 2
 _MAX_LENGTHS = 128
 """Number of siblings, those that have ended last, whose lengths a prediction uses."""
 _MIN_RELATIVE_CHANGE = 0.01
-"""Change of the expected length of a group from which its waiting samples are reordered. It limits the work for groups
+"""Smallest change of a group's expected length that reorders its waiting samples. It limits the work for groups
 of very many requests."""
 
 
@@ -49,7 +49,7 @@ class SiblingLengths:
 
     @property
     def stats(self) -> LengthStats:
-        """Statistics by which remaining lengths are predicted. They are the same object until something changes."""
+        """Statistics for predictions of remaining lengths. They are the same object until something changes."""
         if len(self._ended) <= (1 if self.history.count else 0):
             return self.history if self.history.count else NO_LENGTH_STATS
         if self._stats is None:

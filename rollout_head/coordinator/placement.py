@@ -21,7 +21,7 @@ class RolloutPlacer:
         state: the coordinator's state.
         job_store: the job's state in Redis.
         orders: sends the assignments.
-        max_unread_bytes: bytes of unread results from which none of a client's rollouts start until it has read some.
+        max_unread_bytes: none of a client's rollouts start while it has more bytes of unread results than this.
     """
 
     def __init__(

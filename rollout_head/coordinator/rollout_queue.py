@@ -13,11 +13,11 @@ from rollout_store.job.assignments import RolloutKey
 class RolloutQueue:
     """Queues samples for the scheduler, and remembers how often engines were lost with them.
 
-    A rollout with which several engines were lost may be the cause. It is isolated: an engine gets at most one such
+    A rollout that several engines were lost with may be the cause. It is isolated: an engine gets at most one such
     rollout at a time, so that it cannot take other suspects with it.
 
     Args:
-        isolation_threshold: number of lost engines from which a rollout is isolated.
+        isolation_threshold: a rollout is isolated once this many engines were lost with it.
     """
 
     def __init__(self, isolation_threshold: int) -> None:
@@ -42,7 +42,7 @@ class RolloutQueue:
         return self._scheduler.requests()
 
     def probed_groups(self) -> Iterator[str]:
-        """Yield the names of the groups of siblings of which samples wait and others were started before."""
+        """Yield the names of the groups that have both waiting and started samples."""
         return self._scheduler.probed_groups()
 
     def add(
@@ -110,7 +110,7 @@ class RolloutQueue:
         return self._scheduler.place(engines, slow_clients, occupied, newest_version)
 
     def may_have_partial(self, rollout_id: str) -> bool:
-        """Return whether a rollout may have a partial from which an engine can continue."""
+        """Return whether a rollout may have a partial that an engine can continue."""
         return rollout_id in self._partial_ids
 
     def add_partials(self, rollout_ids: set[str]) -> None:

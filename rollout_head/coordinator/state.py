@@ -1,4 +1,4 @@
-"""What a coordinator knows of its job, in memory."""
+"""The coordinator's knowledge of its job, in memory."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class UnservedRollout(NamedTuple):
 
 
 class CoordinatorState:
-    """What a coordinator knows of its job. It does no I/O.
+    """Everything that a coordinator knows of its job. This class does no I/O.
 
-    Redis has the same in a durable form, from which a coordinator rebuilds this state when it takes over. What changes
+    A coordinator that takes over rebuilds it from Redis, which has all of it in a durable form. What changes
     together is changed by the methods; all other attributes are written by the part that their comment names.
 
     A sample of an open request waits, is assigned, has ended, or is unserved.

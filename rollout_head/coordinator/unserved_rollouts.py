@@ -96,6 +96,6 @@ class UnservedRollouts:
             results.append((request, rollout))
         await self._job_store.rollouts.finish_all(results)
         for ended, (_, rollout) in zip(batch, results, strict=True):
-            # Not left to the event stream, from which events may be trimmed when so many rollouts end together.
+            # Not left to the event stream, which may be trimmed when so many rollouts end together.
             length = len(rollout.token_ids)
             self._state.record_end(RolloutEvent(ended.request.request_id, ended.sample, length=length))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "7393eeb9d8c62514fbe0ae6a898c0ab209f4309e231c1dd65be499be8b055b1e",
+    "rolloutjobs.das.rollout.dev": "c0ea825bfa4586277fe699b9841f239bdeea56857b3cd8a0404bda9b446b040f",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

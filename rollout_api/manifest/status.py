@@ -15,7 +15,7 @@ from rollout_api.str_enum import StrEnum
 
 
 class ConditionType(StrEnum):
-    """The conditions of a job, in the order that they usually become True in."""
+    """The conditions of a job, in the usual order of becoming True."""
 
     ACCEPTED = "Accepted"
     """The manifest is valid."""

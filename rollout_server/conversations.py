@@ -58,7 +58,7 @@ class ConversationText:
 
     Args:
         decode: returns the text of tokens, including that of special tokens.
-        end_tokens: tokens that end a response of the model.
+        end_tokens: tokens with which the model ends a response.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], end_tokens: Set[int]) -> None:
@@ -123,7 +123,7 @@ class Conversations:
     Args:
         client: connection to the job.
         tokenizer: the model's tokenizer.
-        end_tokens: tokens that end a response of the model.
+        end_tokens: tokens with which the model ends a response.
     """
 
     def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:

@@ -26,7 +26,7 @@ _ENDS = {
 
 
 class ResponseOutputs:
-    """The outputs that vLLM's server builds one response from.
+    """The outputs from which vLLM's server builds one response.
 
     Args:
         request: the request of vLLM's server for this response.

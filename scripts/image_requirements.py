@@ -21,7 +21,7 @@ FILES = {
     "build.txt": ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"],
 }
 PYTHONS = ["3.11.2", "3.11.13", "3.12.3"]
-"""Python versions that requirements are generated for: those of Debian 12 and of other base images."""
+"""Python versions of Debian 12 and of other base images for which the requirements are generated."""
 PROJECT = {"das-rollout", "das-rollout-client"}
 """The project's own distributions, which the images build."""
 # vLLM requires these packages, but their builds are incompatible with a CPU torch, and nothing here needs them.

@@ -1,4 +1,4 @@
-"""The common part of all clients of a job: finding the job, and their life from opening to closing."""
+"""What all clients of a job have in common: how they find the job, and their life from opening to closing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class JobConnection(ABC):
         job: ``namespace/name`` of the job.
         uid: uid of the job, instead of *job*.
         timeout: seconds to wait for the job to appear.
-        reconnect_timeout: seconds that Redis may be unreachable.
+        reconnect_timeout: seconds for which Redis may be unreachable.
 
     Raises:
         InvalidRequestError: an argument cannot be used.

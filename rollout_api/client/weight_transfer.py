@@ -63,7 +63,7 @@ class WeightTransfer:
         self._publisher = publisher
 
     async def backend(self, timeout: float) -> str:
-        """Return the backend of the engines' weight transfer; see :meth:`AsyncRolloutClient.transfer_backend`.
+        """Return the backend with which the engines receive weights; see :meth:`AsyncRolloutClient.transfer_backend`.
 
         Raises:
             WeightsError: the job had no engine for too long.
@@ -400,7 +400,7 @@ def _without_objects(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _backend(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the backend that all engines use to receive weights from a trainer's memory.
+    """Return the backend with which all engines receive weights from a trainer's memory.
 
     Raises:
         InvalidRequestError: they have none, or different ones.

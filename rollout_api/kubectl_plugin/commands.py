@@ -138,9 +138,9 @@ def failure_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 _HANDOVER_GRACE_S = 20
-"""Part of a worker's termination grace period for handing over unfinished rollouts."""
+"""Part of a worker's termination grace period in which it hands over the rollouts that have not finished."""
 _EXTRA_WAIT_S = 60
-"""Seconds that the command waits beyond the grace period of a pod."""
+"""Seconds for which the command waits longer than the grace period of a pod."""
 
 
 def choose_worker(job: str, pods: Sequence[dict[str, Any]], worker: str) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def forward_target(url: str, namespace: str) -> tuple[str, str, int]:
 
     Args:
         url: URL of an HTTP server or a Redis server.
-        namespace: namespace of the job, also for names without a namespace.
+        namespace: namespace of the job, in which names without a namespace are.
 
     Raises:
         PluginError: if the URL is not that of a Service.

@@ -25,7 +25,7 @@ HISTORY_NAMES = "history:names"
 NUM_SHARDS = 16
 """Number of shards into which a history's problems are divided, so that no single key receives every write."""
 LEDGER_RETENTION_S = 7 * 24 * 3600
-"""Seconds to remember an answered request, so that a repetition of it is refused."""
+"""Seconds for which an answered request is remembered, so that a repetition of it is refused."""
 
 
 def job_uid_key(job: str) -> str:
@@ -245,7 +245,7 @@ class MessageKeys:
         return self._key(f"weight-checksum:{files}")
 
     def weight_checksum_claim(self, files: str) -> str:
-        """String with expiry, written by the engine that computes a checksum while the others wait for it."""
+        """String with expiry, written by the engine that computes a checksum, for which the others wait."""
         return self._key(f"weight-checksum-claim:{files}")
 
     @property
@@ -307,7 +307,7 @@ class HistoryKeys:
 
     @property
     def full_name(self) -> str:
-        """``namespace/name``, as in :data:`HISTORY_NAMES`."""
+        """``namespace/name``, the form in which :data:`HISTORY_NAMES` lists it."""
         return f"{self.namespace}/{self.name}"
 
     @property
@@ -327,7 +327,7 @@ class HistoryKeys:
 
     @property
     def drafter_state(self) -> str:
-        """String, written by engines: a drafter's learned state. New engines start with it."""
+        """String, written by engines: a drafter's learned state, with which new engines start."""
         return f"history:{{{self.full_name}}}:drafter-state"
 
     def log(self, problem: str) -> str:

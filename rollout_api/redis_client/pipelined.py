@@ -58,7 +58,7 @@ class PipelinedRedis(redis.asyncio.Redis):
             commands: arguments and options of each.
 
         Returns:
-            For each command its reply, or the server's error.
+            For each command its reply, or the error with which the server has replied.
 
         Raises:
             redis.ConnectionError: the connection failed more often than the pool allows, or could not be opened.
@@ -117,7 +117,7 @@ class PipelinedRedis(redis.asyncio.Redis):
         return wire
 
     async def _open_shared(self) -> Wire:
-        """Return the shared connection. All commands wait for it together while it is being opened."""
+        """Return the shared connection, for which all commands wait together while it is being opened."""
         if self._opening is None or self._opening.done():
             self._opening = asyncio.ensure_future(self._replace_shared())
         opening = self._opening

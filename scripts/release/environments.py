@@ -60,7 +60,7 @@ def check_client(python: Path, redis_url: str, directory: Path) -> None:
 
     Args:
         python: Python of the environment.
-        redis_url: URL of an empty Redis server. This function answers there as a job.
+        redis_url: URL of an empty Redis server, on which this function answers as a job.
         directory: an empty directory.
 
     Raises:

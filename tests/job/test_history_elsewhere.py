@@ -29,7 +29,7 @@ HISTORY = HistoryKeys("default", "shared")
 
 @pytest.fixture
 def history_url(tmp_path: Path) -> Iterator[str]:
-    """URL of another server with the job's history."""
+    """URL of another server, on which the job has opened its history."""
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     server = EmbeddedRedis(tmp_path / "redis", keep_open=lock)
     url = server.start()

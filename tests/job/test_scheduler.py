@@ -1,4 +1,4 @@
-"""The order in which the scheduler starts rollouts, and where. Every sample is placed exactly once."""
+"""The scheduler places rollouts in the right order on the right engines, and every sample exactly once."""
 
 from __future__ import annotations
 

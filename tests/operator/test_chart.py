@@ -323,7 +323,7 @@ def test_the_operator_knows_whether_jobs_have_users() -> None:
 
 
 def ca_files(container: dict[str, Any]) -> list[str]:
-    """Return the files from which a container reads the CA of Redis."""
+    """Return the files that a container reads the CA of Redis from."""
     options = [argument.partition("=") for argument in container.get("args", ())]
     variables = [variable for variable in container.get("env", ()) if variable["name"] == "SSL_CERT_FILE"]
     return [value for name, _, value in options if name == "--ca-file"] + [variable["value"] for variable in variables]

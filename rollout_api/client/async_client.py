@@ -20,15 +20,16 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import CLOSED, JobConnection
 from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
 from rollout_api.client.groups import GroupOrder, without_failures
-from rollout_api.client.history_reader import (
+from rollout_api.client.history_stats import (
+    DEFAULT_THRESHOLD,
     HistoryClient,
+    RewardStats,
     connect_to_history,
     read_length_stats,
     read_reward_stats,
 )
 from rollout_api.client.job_info import JobInfo, find_job
-from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.job_pauser import JobPauser
+from rollout_api.client.job_state import JobMonitor, JobPauser
 from rollout_api.client.open_request import Leftovers
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
@@ -56,7 +57,6 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
-from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.weights.in_memory import TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05

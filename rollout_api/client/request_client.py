@@ -11,8 +11,7 @@ from typing_extensions import Self
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import CLOSED, JobConnection
 from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
-from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.job_pauser import JobPauser
+from rollout_api.client.job_state import JobMonitor, JobPauser
 from rollout_api.client.open_request import TokensCallback
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender

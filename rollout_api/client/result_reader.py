@@ -15,9 +15,8 @@ from rollout_api.client.open_request import AwaitedRequest, OpenRequest, OpenReq
 from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
 from rollout_api.protocol.keys import REQUEST_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError
-from rollout_api.redis_client.batch_pacer import BatchPacer
 from rollout_api.redis_client.client_connection import READ_BLOCK_MS
-from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.redis_client.retry import BatchPacer, ClientRetryPolicy
 from rollout_api.redis_client.server_functions import execute_even_when_full
 
 _UPDATES_PER_READ = 1000

@@ -16,10 +16,10 @@ from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.connection import CLOSED
 from rollout_api.client.group_queue import AsyncGroupQueue, Group, RewardFunction
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
+from rollout_api.client.history_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
+from rollout_api.client.prompts import Prompt, SamplingOverrides, Trajectory, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
-from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import Checksum, PublishedWeights
 from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
@@ -27,7 +27,6 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
-from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.weights.in_memory import TensorsInMemory
 
 _TAKE_LIMIT = 64

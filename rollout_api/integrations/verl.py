@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 # First, because with another version of verl, the following imports fail with an unclear error.
-import rollout_api.integrations.verl_version
+from rollout_api.integrations.verl_settings import NAME, redis_url
 
 # isort: split
 import ray
@@ -37,7 +37,6 @@ from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.prompts import Prompt
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.integrations.recognized_turns import RecognizedTurns
-from rollout_api.integrations.verl_settings import NAME, redis_url
 from rollout_api.protocol.messages import FinishReason, Purpose, Rollout
 
 _STOP_REASONS = {

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rollout_api.bundle.redaction import HIDDEN
 from rollout_api.kubectl_plugin.kubectl import (
     HEAD,
     WORKER,
@@ -31,6 +30,7 @@ from rollout_api.kubectl_plugin.kubectl import (
     slot_of,
     summary,
 )
+from rollout_api.redaction import HIDDEN
 from rollout_api.redis_client.address import without_password
 
 

@@ -15,9 +15,19 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
-from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
+from rollout_api.manifest.field_types import (
+    DnsLabel,
+    DnsName,
+    JobName,
+    ManifestModel,
+    Text,
+    cel_rules,
+    error_text,
+    field_path,
+    parse_quantity,
+    unknown_field,
+)
 from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Server, Workers
-from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.runtime import RuntimeRef
 from rollout_api.manifest.spec import (
     Engine,
@@ -30,7 +40,6 @@ from rollout_api.manifest.spec import (
     Speculation,
     Weights,
 )
-from rollout_api.manifest.validation_errors import error_text, field_path, unknown_field
 from rollout_api.redis_client.address import without_password
 
 GROUP = "das.rollout.dev"

@@ -339,7 +339,7 @@ class HistoryKeys:
         return self._problem_key(problem, "blocks")
 
     def lengths(self, problem: str) -> str:
-        """Hash, written by the relay: generation → the problem's length entries (see ``length_entries``)."""
+        """Hash, written by the relay: generation → the problem's length entries (see ``history_encoding``)."""
         return self._problem_key(problem, "lengths")
 
     def problem_keys(self, problem: str) -> tuple[str, str, str]:
@@ -359,7 +359,7 @@ class HistoryKeys:
         return self._shard_key(shard, "sizes")
 
     def recent_lengths(self, shard: int) -> str:
-        """List, written by the relay: lengths of the shard's latest rollouts, newest first (see ``length_entries``)."""
+        """List, written by the relay: lengths of the shard's latest rollouts, newest first."""
         return self._shard_key(shard, "recent-lengths")
 
     def shard_keys(self, shard: int) -> tuple[str, str, str, str]:

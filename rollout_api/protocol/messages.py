@@ -20,9 +20,9 @@ import msgpack
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 from typing_extensions import Self
 
+from rollout_api.manifest.field_types import first_error
 from rollout_api.manifest.spec import Sampling
-from rollout_api.manifest.validation_errors import first_error
-from rollout_api.protocol.draft_sources import decode_draft_sources, num_encoded_tokens, source_names
+from rollout_api.protocol.history_encoding import decode_draft_sources, num_encoded_tokens, source_names
 from rollout_api.str_enum import StrEnum
 
 SCHEMA_VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rollout_api.redis_client.batch_pacer import BatchPacer
+from rollout_api.redis_client.retry import BatchPacer
 from rollout_head.coordinator.admission import RequestAdmission
 from rollout_head.coordinator.cancellations import Cancellations
 from rollout_head.coordinator.control import ControlProcessor

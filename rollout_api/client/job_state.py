@@ -7,18 +7,15 @@ import logging
 import time
 
 import redis
-import redis.asyncio
 
-from rollout_api.client.engine_reports import read_engine_reports
-from rollout_api.client.job_info import JobInfo, ended_error, parse_status
+from rollout_api.client.job_channel import JobChannel
+from rollout_api.client.job_info import ended_error, parse_status
 from rollout_api.client.request_queue import LOG_INTERVAL_S
-from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.results import Results
 from rollout_api.errors import JobChangedError, JobEndedError, PauseError, RolloutClientError
-from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.keys import job_uid_key
 from rollout_api.protocol.messages import Pause, PauseMode, Resume, encode
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +33,16 @@ class JobMonitor:
     It tells the client's results when the job has ended, and how many rollouts are open in it.
 
     Args:
-        client: connection to Redis.
-        job: the job.
+        channel: channel to the job.
         job_name: ``namespace/name`` by which the client found the job; None if it was given the uid.
         results: the client's results.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        job: JobInfo,
-        job_name: str | None,
-        results: Results,
-    ) -> None:
+    def __init__(self, channel: JobChannel, job_name: str | None, results: Results) -> None:
         self.status: CoordinatorStatus | None = None
         """Latest status of the job; None while no coordinator runs."""
-        self._client, self._job, self._job_name = client, job, job_name
-        self._results = results
-        self._keys = MessageKeys(job.uid)
+        self._client, self._keys, self._job = channel.redis, channel.keys, channel.job
+        self._job_name, self._results = job_name, results
         self._last_status = time.monotonic()
         self._last_log = 0.0
 
@@ -114,17 +103,11 @@ class JobPauser:
     """Pauses and resumes one job, and waits until its engines have followed.
 
     Args:
-        client: connection to Redis.
-        job: the job.
-        sender: sender of messages.
-        policy: how failing commands are retried.
+        channel: channel to the job.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, job: JobInfo, sender: RequestSender, policy: ClientRetryPolicy
-    ) -> None:
-        self._client, self._job, self._sender, self._policy = client, job, sender, policy
-        self._keys = MessageKeys(job.uid)
+    def __init__(self, channel: JobChannel) -> None:
+        self._channel = channel
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`rollout_api.AsyncRolloutClient.pause`."""
@@ -140,21 +123,25 @@ class JobPauser:
         Raises:
             RolloutClientError: Redis cannot be read.
         """
-        found = await self._policy.run(
-            lambda: self._client.hget(self._keys.job, "pause"), action="read whether the job is paused"
+        channel = self._channel
+        found = await channel.policy.run(
+            lambda: channel.redis.hget(channel.keys.job, "pause"), action="read whether the job is paused"
         )
         return PauseMode(str(found, "utf-8")) if isinstance(found, bytes) and found else None
 
     async def _change(self, mode: PauseMode | None, timeout: float) -> None:
         """Pause the job, or resume it if *mode* is None, and wait for the engines."""
         what = "resumed" if mode is None else "paused"
+        message = encode(Resume() if mode is None else Pause(mode=mode))
         deadline, num_sent = time.monotonic() + timeout, 0
         entry_id = ""
         while True:
             if not entry_id:
-                [entry_id] = await self._sender.append(self._keys.control, [_message(mode)], "pause or resume the job")
+                [entry_id] = await self._channel.append(
+                    self._channel.keys.control, [message], "pause or resume the job"
+                )
                 num_sent += 1
-            is_processed = await self._is_processed(entry_id)
+            is_processed = await self._channel.is_processed(entry_id, "check whether the job has processed a message")
             if is_processed and await self.mode() != mode:
                 if num_sent > 1:
                     raise PauseError(
@@ -163,24 +150,13 @@ class JobPauser:
                     )
                 entry_id = ""  # Redis may have lost the message when it was restarted
                 continue
-            engines = await read_engine_reports(self._client, self._keys, self._policy)
+            engines = await self._channel.engine_reports()
             waiting = sorted(engine for engine, report in engines.items() if report.get("paused", "") != (mode or ""))
             if is_processed and not waiting:
                 return
             if time.monotonic() > deadline:
                 raise PauseError(f"the job is not {what} after {timeout:.0f} s: {_reason(is_processed, waiting)}")
             await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _is_processed(self, entry_id: str) -> bool:
-        waiting = await self._policy.run(
-            lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id),
-            action="check whether the job has processed a message",
-        )
-        return not waiting
-
-
-def _message(mode: PauseMode | None) -> bytes:
-    return encode(Resume() if mode is None else Pause(mode=mode))
 
 
 def _reason(is_processed: bool, waiting: list[str]) -> str:

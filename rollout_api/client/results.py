@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import redis.asyncio
-
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.job_info import JobInfo, PreparedRequest
+from rollout_api.client.job_channel import JobChannel
+from rollout_api.client.job_info import PreparedRequest
 from rollout_api.client.open_request import (
     REQUESTS_PER_BATCH,
     AwaitedRequest,
@@ -21,13 +20,11 @@ from rollout_api.client.open_request import (
     TokensCallback,
 )
 from rollout_api.client.request_queue import RequestQueue
-from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_reader import ResultReader
 from rollout_api.errors import RolloutClientError
-from rollout_api.protocol.keys import LEDGER_RETENTION_S, MessageKeys
+from rollout_api.protocol.keys import LEDGER_RETENTION_S
 from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.redis_client.server_functions import async_function, execute_even_when_full
 
 logger = logging.getLogger(__name__)
@@ -39,32 +36,17 @@ class Results:
     The job samples a request once, however many processes send it, and keeps the results under the id of the request.
 
     Args:
-        client: connection to Redis.
-        job: the job.
-        client_name: name of the client.
-        sender: sends messages to the job.
-        policy: how failing commands are retried.
+        channel: channel to the job.
         leftovers: receives the requests with results that no step awaits; None if the results expire.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        job: JobInfo,
-        client_name: str,
-        sender: RequestSender,
-        policy: ClientRetryPolicy,
-        *,
-        leftovers: Leftovers | None = None,
-    ) -> None:
-        self._client, self._keys, self._name = client, MessageKeys(job.uid), client_name
-        self._policy, self._leftovers = policy, leftovers
-        self._release = async_function(client, __package__, "release")
+    def __init__(self, channel: JobChannel, leftovers: Leftovers | None = None) -> None:
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
+        self._name, self._leftovers = channel.client_name, leftovers
+        self._release = async_function(channel.redis, __package__, "release")
         self._requests = OpenRequests(leftovers)
-        self._reader = ResultReader(
-            client, self._keys, client_name, self._requests, policy, with_tokens=leftovers is None
-        )
-        self._queue = RequestQueue(client, job, self._requests, sender, self._reader, policy)
+        self._reader = ResultReader(channel, self._requests, with_tokens=leftovers is None)
+        self._queue = RequestQueue(channel, self._requests, self._reader)
         self._tasks: list[asyncio.Task[None]] = []
         self._newest_step = -1
         """Greatest number of a step that was opened under this name."""

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import redis.asyncio
 from typing_extensions import Self
 
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.protocol.messages import MAX_KEEP_SECONDS, CodecError, pack_tokens, unpack_tokens
-from rollout_api.redis_client.retry import ClientRetryPolicy
 
 TURN_RETENTION_S = 900
 """Seconds for which a turn is remembered after its response, or after the conversation was last continued."""
@@ -59,13 +57,11 @@ class TurnRecords:
     """Reads and writes records of turns.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
+        channel: channel to the job.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._keys, self._policy = client, keys, policy
+    def __init__(self, channel: JobChannel) -> None:
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
     async def read(self, record_ids: Sequence[str]) -> dict[str, TurnRecord]:
         """Return the records with these ids that exist, which are then remembered for longer.
@@ -110,13 +106,11 @@ class IdempotencyKeys:
     """Reads and writes the fingerprints of the requests that have idempotency keys.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
+        channel: channel to the job.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._keys, self._policy = client, keys, policy
+    def __init__(self, channel: JobChannel) -> None:
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
     async def claim(self, key: str, fingerprint: bytes) -> bytes | None:
         """Give a key to a request unless another one has it; return the fingerprint of the one that had it before.
@@ -177,13 +171,11 @@ class AdapterNames:
     """Reads and writes the names of a job's adapters.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
+        channel: channel to the job.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._key, self._policy = client, keys.adapters, policy
+    def __init__(self, channel: JobChannel) -> None:
+        self._client, self._key, self._policy = channel.redis, channel.keys.adapters, channel.policy
 
     async def set(self, name: str, adapter: NamedAdapter) -> None:
         """Give an adapter a name; an adapter that has this name loses it.

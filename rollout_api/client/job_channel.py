@@ -1,4 +1,4 @@
-"""Writes a client's messages to a job's streams, with retries."""
+"""A client's channel to one job: the job's keys in Redis, and messages to its streams, with retries."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgpack
 import redis.asyncio
 
+from rollout_api.client.job_info import JobInfo
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Cancel, encode
 from rollout_api.redis_client.retry import ClientRetryPolicy
@@ -17,20 +19,23 @@ IDS_PER_MESSAGE = 1000
 """Request ids in one cancellation, and rollout ids in one report of rewards."""
 
 
-class RequestSender:
-    """Appends messages to a job's streams.
+class JobChannel:
+    """What all parts of a client need in order to reach its job.
 
     A message whose reply was lost is sent again. That is harmless: the job recognizes a repeated request by its id, and
     every other message is idempotent.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
+        redis: connection to Redis.
         policy: how failing commands are retried.
+        job: the job.
+        client_name: name of the client.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._keys, self._policy = client, keys, policy
+    def __init__(self, redis: redis.asyncio.Redis, policy: ClientRetryPolicy, job: JobInfo, client_name: str) -> None:
+        self.redis, self.policy, self.job, self.client_name = redis, policy, job, client_name
+        self.keys = MessageKeys(job.uid)
+        """Keys of the job."""
 
     async def append(self, stream: str, messages: Sequence[bytes], action: str) -> list[str]:
         """Append messages to a stream and return the ids of their entries.
@@ -48,7 +53,7 @@ class RequestSender:
 
         async def append_missing() -> None:
             missing = [index for index in range(len(messages)) if index not in ids]
-            pipeline = self._client.pipeline(transaction=False)
+            pipeline = self.redis.pipeline(transaction=False)
             for index in missing:
                 pipeline.xadd(stream, {MESSAGE_FIELD: messages[index]})
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
@@ -61,7 +66,7 @@ class RequestSender:
                 if isinstance(reply, Exception):
                     raise reply
 
-        await self._policy.run(append_missing, action=action)
+        await self.policy.run(append_missing, action=action)
         return [ids[index] for index in range(len(messages))]
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
@@ -71,10 +76,38 @@ class RequestSender:
             RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
             RedisRefusedError: Redis refused the command.
         """
-        control = self._keys.control
+        control = self.keys.control
         for start in range(0, len(request_ids), IDS_PER_MESSAGE):
             message = encode(Cancel(request_ids=list(request_ids[start : start + IDS_PER_MESSAGE])))
-            append = partial(
-                execute_even_when_full, self._client, control, "XADD", control, "*", MESSAGE_FIELD, message
-            )
-            await self._policy.run(append, action="cancel requests")
+            append = partial(execute_even_when_full, self.redis, control, "XADD", control, "*", MESSAGE_FIELD, message)
+            await self.policy.run(append, action="cancel requests")
+
+    async def is_processed(self, entry_id: str, action: str) -> bool:
+        """Return whether the job has processed, and thus deleted, an entry of its control stream; or Redis lost it.
+
+        Args:
+            entry_id: id of the entry.
+            action: what the caller does, for errors.
+        """
+        control = self.keys.control
+        return not await self.policy.run(lambda: self.redis.xrange(control, min=entry_id, max=entry_id), action=action)
+
+    async def engine_reports(self) -> dict[str, dict[str, Any]]:
+        """Return the reports of the engines that are alive and not being drained, by engine id.
+
+        Raises:
+            RolloutClientError: Redis cannot be read.
+        """
+
+        async def read() -> dict[str, dict[str, Any]]:
+            stored: Any = await self.redis.hgetall(self.keys.engines)
+            engines = [engine.decode() for engine in stored]
+            leases = await self.redis.mget([self.keys.lease(engine) for engine in engines]) if engines else []
+            reports = [msgpack.unpackb(report, strict_map_key=False) for report in stored.values()]
+            return {
+                engine: report
+                for engine, report, lease in zip(engines, reports, leases, strict=True)
+                if lease is not None and not report.get("draining")
+            }
+
+        return await self.policy.run(read, action="read the state of the engines")

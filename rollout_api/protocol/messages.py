@@ -11,10 +11,10 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgpack
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
@@ -658,25 +658,9 @@ class Resume(_Message):
 
 ControlMessage = WeightUpdate | InitWeightTransfer | Cancel | Pause | Resume | Close
 Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | TransferStep | ControlMessage
-MESSAGES: tuple[type[Message], ...] = (
-    RolloutRequest,
-    Rollout,
-    Partial,
-    Refusal,
-    WeightUpdate,
-    InitWeightTransfer,
-    TransferStep,
-    Cancel,
-    Rewards,
-    Pause,
-    Resume,
-    Close,
-)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
 _SAMPLING_FIELDS = frozenset(Sampling.model_fields)
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
-_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks")
-_FLOAT_FIELDS = ("logprobs", "prompt_logprobs")
-_LIKELY_TOKENS_FIELDS = ("top_logprobs", "top_prompt_logprobs")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -736,7 +720,7 @@ def _unpack_top_logprobs(packed: Any) -> list[dict[int, float]]:
     return [dict(islice(pairs, count)) for count in counts]
 
 
-def _pack_token_lists(lists: Sequence[Sequence[int]]) -> dict[str, bytes]:
+def _pack_token_lists(lists: Sequence[Sequence[int]], _: bool) -> dict[str, bytes]:
     return {"n": pack_tokens(map(len, lists)), "t": pack_tokens(token for one in lists for token in one)}
 
 
@@ -748,6 +732,16 @@ def _unpack_token_lists(packed: Any) -> list[list[int]]:
     return lists
 
 
+_PACKED_FIELDS: dict[str, tuple[Callable[[Any, bool], Any], Callable[[Any], Any]]] = {
+    **dict.fromkeys(
+        ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks"),
+        (lambda tokens, _: pack_tokens(tokens), unpack_tokens),
+    ),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), (_pack_logprobs, _unpack_logprobs)),
+    **dict.fromkeys(("top_logprobs", "top_prompt_logprobs"), (_pack_top_logprobs, _unpack_top_logprobs)),
+    "kept_token_ids": (_pack_token_lists, _unpack_token_lists),
+}
+"""Field → how it is packed, given whether log-probabilities are rounded to float16, and how it is unpacked."""
 _BYTES_FIELDS = {"draft_sources", "routed_experts"}
 """Fields of a rollout that contain bytes, which JSON represents as text."""
 
@@ -772,33 +766,19 @@ def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
 
 
 def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
-    for name in _INTEGER_FIELDS:
-        if body.get(name) is not None:
-            body[name] = pack_tokens(body[name])
-    for name in _FLOAT_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _pack_logprobs(body[name], half_logprobs)
-    for name in _LIKELY_TOKENS_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _pack_top_logprobs(body[name], half_logprobs)
-    if body.get("kept_token_ids") is not None:
-        body["kept_token_ids"] = _pack_token_lists(body["kept_token_ids"])
+    for name in body.keys() & _PACKED_FIELDS.keys():
+        if body[name] is not None:
+            pack, _ = _PACKED_FIELDS[name]
+            body[name] = pack(body[name], half_logprobs)
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
 
 def _unpack(body: dict[str, Any]) -> None:
-    for name in _INTEGER_FIELDS:
-        if body.get(name) is not None:
-            body[name] = unpack_tokens(body[name])
-    for name in _FLOAT_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _unpack_logprobs(body[name])
-    for name in _LIKELY_TOKENS_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _unpack_top_logprobs(body[name])
-    if body.get("kept_token_ids") is not None:
-        body["kept_token_ids"] = _unpack_token_lists(body["kept_token_ids"])
+    for name in body.keys() & _PACKED_FIELDS.keys():
+        if body[name] is not None:
+            _, unpack = _PACKED_FIELDS[name]
+            body[name] = unpack(body[name])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

@@ -1,4 +1,7 @@
-"""Statistics of a history, read directly from Redis: lengths and rewards of its rollouts."""
+"""Statistics of a history, read directly from Redis: lengths and rewards of its rollouts.
+
+The functions that read them raise :class:`redis.RedisError`.
+"""
 
 from __future__ import annotations
 
@@ -125,9 +128,6 @@ async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: s
         client: connection to the history's Redis that returns bytes.
         keys: keys of the history.
         problem: problem id; None for the latest rollouts of all problems, up to 512 in each of 16 shards.
-
-    Raises:
-        redis.RedisError: Redis failed.
     """
     # Each command names one key, because the keys may be on different nodes of a cluster.
     pipeline = client.pipeline(transaction=False)
@@ -163,9 +163,6 @@ async def read_reward_stats(
 
     Returns:
         Problem id → statistics, in the order of *problems*.
-
-    Raises:
-        redis.RedisError: Redis failed.
     """
     distinct = list(dict.fromkeys(problems))
     oldest = 0

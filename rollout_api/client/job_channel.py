@@ -23,7 +23,8 @@ class JobChannel:
     """What all parts of a client need in order to reach its job.
 
     A message whose reply was lost is sent again. That is harmless: the job recognizes a repeated request by its id, and
-    every other message is idempotent.
+    every other message is idempotent. After too long an outage, a :class:`rollout_api.RedisUnreachableError` is raised,
+    and some messages may have arrived; if Redis refuses a command, a :class:`rollout_api.RedisRefusedError` is.
 
     Args:
         redis: connection to Redis.
@@ -44,10 +45,6 @@ class JobChannel:
             stream: key of the stream.
             messages: encoded messages.
             action: what the messages do, for errors.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some messages may have arrived.
-            RedisRefusedError: Redis refused the command.
         """
         ids: dict[int, str] = {}
 
@@ -70,12 +67,7 @@ class JobChannel:
         return [ids[index] for index in range(len(messages))]
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
-        """Ask the job to cancel requests. This works while Redis is full, because it helps to free memory.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
-            RedisRefusedError: Redis refused the command.
-        """
+        """Ask the job to cancel requests. This works while Redis is full, because it helps to free memory."""
         control = self.keys.control
         for start in range(0, len(request_ids), IDS_PER_MESSAGE):
             message = encode(Cancel(request_ids=list(request_ids[start : start + IDS_PER_MESSAGE])))
@@ -93,11 +85,7 @@ class JobChannel:
         return not await self.policy.run(lambda: self.redis.xrange(control, min=entry_id, max=entry_id), action=action)
 
     async def engine_reports(self) -> dict[str, dict[str, Any]]:
-        """Return the reports of the engines that are alive and not being drained, by engine id.
-
-        Raises:
-            RolloutClientError: Redis cannot be read.
-        """
+        """Return the reports of the engines that are alive and not being drained, by engine id."""
 
         async def read() -> dict[str, dict[str, Any]]:
             stored: Any = await self.redis.hgetall(self.keys.engines)

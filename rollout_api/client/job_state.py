@@ -118,11 +118,7 @@ class JobPauser:
         await self._change(None, timeout)
 
     async def mode(self) -> PauseMode | None:
-        """Return how the job is paused; None if it is not.
-
-        Raises:
-            RolloutClientError: Redis cannot be read.
-        """
+        """Return how the job is paused; None if it is not."""
         channel = self._channel
         found = await channel.policy.run(
             lambda: channel.redis.hget(channel.keys.job, "pause"), action="read whether the job is paused"

@@ -117,9 +117,6 @@ class RequestQueue:
         Args:
             requests: the requests.
             withdrawal: error for those that were not sent, of which nothing is expected any more.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
         """
         # The batch that is being sent counts as sent, unless Redis is full or unreachable.
         with suppress(asyncio.TimeoutError):

@@ -56,12 +56,7 @@ class ResultReader:
         self._reported, self._next_report = -1, 0.0
 
     async def open(self) -> None:
-        """Begin with the updates from now on.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-            RedisRefusedError: Redis refused a command.
-        """
+        """Begin with the updates from now on."""
         await self._policy.run(self._seek, action="receive rollouts")
 
     async def _seek(self) -> None:
@@ -144,11 +139,7 @@ class ResultReader:
             self._requests.note_leftover(request_id)
 
     async def read(self, requests: Sequence[OpenRequest]) -> None:
-        """Read what was announced of these requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Read what was announced of these requests."""
         for batch in batches(requests):
             await self._read_batch(batch)
 

@@ -52,12 +52,7 @@ class Results:
         """Greatest number of a step that was opened under this name."""
 
     async def open(self) -> None:
-        """Receive results from now on, and send requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-            RedisRefusedError: Redis refused a command.
-        """
+        """Receive results from now on, and send requests."""
         await self._reader.open()
         if self._leftovers is not None:
             found, newest_step = await self._policy.run(self._read_earlier, action="receive rollouts")
@@ -82,11 +77,7 @@ class Results:
         return await pipeline.execute()
 
     async def open_step(self, number: int) -> bool:
-        """Record that a step is opened; return whether its requests may have been sent before.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Record that a step is opened; return whether its requests may have been sent before."""
         if number <= self._newest_step:
             return True
         key = self._keys.newest_steps
@@ -135,28 +126,17 @@ class Results:
             self._requests.count(opened)
 
     async def read(self, requests: Sequence[OpenRequest]) -> None:
-        """Read what was announced of these requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Read what was announced of these requests."""
         await self._reader.read(requests)
 
     async def cancel(self, requests: Iterable[OpenRequest], *, withdrawal: RolloutClientError) -> None:
-        """Cancel requests; see :meth:`RequestQueue.cancel`.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
-        """
+        """Cancel requests; see :meth:`RequestQueue.cancel`."""
         await self._queue.cancel(requests, withdrawal=withdrawal)
 
     async def release(self, request_ids: Sequence[str]) -> None:
         """Delete results that are not needed any more. Later results of these requests are dropped.
 
         The results of one request are deleted in one command, which also runs while Redis is full.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some results may be left.
         """
         for start in range(0, len(request_ids), REQUESTS_PER_BATCH):
             batch = request_ids[start : start + REQUESTS_PER_BATCH]

@@ -52,10 +52,6 @@ def save_bundle(kubectl: Kubectl, name: str, target: Path, *, with_rollouts: boo
         target: the file to write.
         with_rollouts: whether prompts and responses are included.
         say: shows a line to the user.
-
-    Raises:
-        PluginError: if there is neither such a job nor a bundle of it, if kubectl fails, or if the file cannot be
-            written.
     """
     try:
         job: dict[str, Any] | None = kubectl.get(RESOURCE, name)

@@ -1,6 +1,9 @@
 """The sections of a RolloutJob's ``spec`` that describe its pods.
 
-``rollout run`` has no pods. It uses only the number of engines and their resources from these sections.
+``rollout run`` has no pods. It uses only the number of engines and their resources from these sections. On Kubernetes,
+a platform team describes the cluster by runtimes: the kinds ``ClusterRolloutRuntime`` and ``RolloutRuntime``, whose
+``spec`` has those settings of a RolloutJob that depend on the cluster and not on the training. A job names a runtime in
+``spec.runtimeRef``; what the job sets itself takes precedence.
 """
 
 from __future__ import annotations
@@ -46,6 +49,19 @@ _TEMPLATE = (
     "Pod template for settings that have no field of their own. It is merged into the pod by strategic merge, as "
     "kubectl patch does. The container is called {container}."
 )
+CLUSTER_RUNTIME_KIND = "ClusterRolloutRuntime"
+RUNTIME_KIND = "RolloutRuntime"
+RUNTIME_PLURALS = {CLUSTER_RUNTIME_KIND: "clusterrolloutruntimes", RUNTIME_KIND: "rolloutruntimes"}
+"""The kinds of runtimes, and their plurals in URLs of the API server."""
+
+SCALING_FIELDS = frozenset(
+    {"replicas", "min_replicas", "max_replicas", "autoscale", "idle_seconds", "max_pending_replacements"}
+)
+"""Fields of ``workers`` that concern the number of workers, not their pods. Each job sets them itself."""
+
+
+RUNTIME_SECTIONS = ("image", "head", "priority_class_name")
+"""Sections of a job that a runtime may set as a whole. Of ``workers`` and ``model``, it may set only a part."""
 
 
 class Resources(ManifestModel):
@@ -397,4 +413,14 @@ class Lifecycle(ManifestModel):
         ge=0,
         le=2**31 - 1,
         description="Seconds after its end when the job is deleted. Default: never.",
+    )
+
+
+class RuntimeRef(ManifestModel):
+    """The runtime from which a job takes what it does not set itself. ``rollout run`` ignores it."""
+
+    name: DnsName = Field(description="Name of the runtime.")
+    kind: Literal["ClusterRolloutRuntime", "RolloutRuntime"] = Field(
+        default="ClusterRolloutRuntime",
+        description="Kind of the runtime; a RolloutRuntime is in the namespace of the job.",
     )

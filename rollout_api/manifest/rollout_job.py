@@ -27,8 +27,7 @@ from rollout_api.manifest.field_types import (
     parse_quantity,
     unknown_field,
 )
-from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Server, Workers
-from rollout_api.manifest.runtime import RuntimeRef
+from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, RuntimeRef, Server, Workers
 from rollout_api.manifest.spec import (
     Engine,
     History,

@@ -70,6 +70,8 @@ _COLUMNS = (
 def structural(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Convert a JSON schema of pydantic to a structural schema."""
     schema = dict(schema)
+    if "description" in schema:
+        schema["description"] = " ".join(schema["description"].split())
     if (reference := schema.pop("$ref", None)) is not None:
         # Keys next to a reference override those of the referenced schema.
         schema = {**definitions[reference.rpartition("/")[2]], **schema}

@@ -112,6 +112,7 @@ class ManifestModel(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,  # descriptions in the CRD
     )
 
 
@@ -146,10 +147,10 @@ Size = Annotated[
 class SecretKey(ManifestModel):
     """One key of a Secret in the job's namespace."""
 
-    name: DnsName = Field(description="Name of the Secret.")
-    key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
-        description="Key within the Secret."
-    )
+    name: DnsName
+    """Name of the Secret."""
+    key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Key within the Secret."""
 
 
 def field_path(parts: tuple[int | str, ...]) -> str:

@@ -153,7 +153,8 @@ class RolloutJobSpec(ManifestModel):
     history: History = Field(default_factory=History)
     redis: Redis = Field(default_factory=Redis)
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)
-    priority_class_name: DnsName | None = Field(default=None, description="PriorityClass of the job's pods.")
+    priority_class_name: DnsName | None = None
+    """PriorityClass of the job's pods."""
     managed_by: Text | None = Field(
         default=None,
         description=f"Controller that runs the job, if it is another one, such as MultiKueue. Default: {OPERATOR}.",

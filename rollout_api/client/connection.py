@@ -61,16 +61,7 @@ class JobSession:
 class JobConnection(ABC):
     """A connection to the Redis server of a job that is named by *job* or by *uid*.
 
-    Args:
-        target: URL of the server, or a client whose settings are copied.
-        job: ``namespace/name`` of the job.
-        uid: uid of the job, instead of *job*.
-        name: name of the client.
-        timeout: seconds to wait for the job to appear.
-        reconnect_timeout: seconds for which Redis may be unreachable.
-
-    Raises:
-        InvalidRequestError: an argument cannot be used.
+    The arguments are those of :meth:`rollout_api.AsyncRolloutClient.connect`.
     """
 
     def __init__(

@@ -122,12 +122,9 @@ def _cluster_address(url: str) -> RedisAddress | None:
 
 
 async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: str | None = None) -> LengthStats:
-    """Return the length statistics of a history's rollouts, weighted by their age in generations.
+    """See :meth:`rollout_api.AsyncRolloutClient.length_stats`.
 
-    Args:
-        client: connection to the history's Redis that returns bytes.
-        keys: keys of the history.
-        problem: problem id; None for the latest rollouts of all problems, up to 512 in each of 16 shards.
+    Without a problem, the statistics are those of up to 512 rollouts in each of 16 shards.
     """
     # Each command names one key, because the keys may be on different nodes of a cluster.
     pipeline = client.pipeline(transaction=False)
@@ -152,18 +149,7 @@ async def read_reward_stats(
     threshold: float,
     generations: int | None = None,
 ) -> dict[str, RewardStats]:
-    """Return statistics of the rewards of several problems' rollouts, in one round trip for each 256 problems.
-
-    Args:
-        client: connection to the history's Redis that returns bytes.
-        keys: keys of the history.
-        problems: problem ids; duplicates are ignored.
-        threshold: reward from which a rollout passes.
-        generations: number of newest generations of the history whose rollouts count; None for all that it has kept.
-
-    Returns:
-        Problem id → statistics, in the order of *problems*.
-    """
+    """See :meth:`rollout_api.AsyncRolloutClient.reward_stats`."""
     distinct = list(dict.fromkeys(problems))
     oldest = 0
     if generations is not None:

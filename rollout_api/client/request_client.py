@@ -196,6 +196,7 @@ class RequestClient(JobConnection):
 
         Raises:
             JobFullError: the job has no room, and the request may not wait.
+            RolloutClientError: under the same conditions as :meth:`rollouts`.
         """
         return await self._connected.results.rollouts(
             request, may_be_answered=may_be_answered, on_tokens=on_tokens, may_wait=may_wait

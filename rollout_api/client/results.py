@@ -156,21 +156,7 @@ class Results:
         on_tokens: TokensCallback | None = None,
         may_wait: bool = True,
     ) -> list[Rollout]:
-        """Return the rollouts of a request, ordered by sample.
-
-        Args:
-            request: the request.
-            may_be_answered: whether it may have been sent before. If not, it is cancelled with this call.
-            on_tokens: receives the tokens of unfinished rollouts, if the request was sent to stream them.
-            may_wait: whether it may wait while the job has no room for it.
-
-        Raises:
-            JobFullError: the job has no room, and the request may not wait.
-            RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
-            UnreadableResultError: a rollout cannot be decoded.
-            JobEndedError: the job has ended.
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """See :meth:`rollout_api.RequestClient.receive`."""
         found = self._requests.get(request.request_id)
         if isinstance(found, AwaitedRequest):
             opened = found

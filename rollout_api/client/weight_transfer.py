@@ -50,21 +50,13 @@ class TransferPublisher:
         self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
     async def backend(self, timeout: float) -> str:
-        """Return the backend with which the engines receive weights; see :meth:`AsyncRolloutClient.transfer_backend`.
-
-        Raises:
-            WeightsError: the job had no engine for too long.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.transfer_backend`."""
         engines = await self._wait_for_engines(timeout)
         backends = {str(report.get("transfer_backend", "")) for report in engines.values()}
         return backends.pop() if len(backends) == 1 else ""
 
     async def world_size(self, timeout: float) -> int:
-        """Return the number of worker processes of all engines, once there is one.
-
-        Raises:
-            WeightsError: the job had no engine for too long.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.get_world_size`."""
         return sum(report["ranks"] for report in (await self._wait_for_engines(timeout)).values())
 
     async def _wait_for_engines(self, timeout: float) -> dict[str, dict[str, Any]]:
@@ -78,20 +70,9 @@ class TransferPublisher:
         return engines
 
     async def init(self, init_info: dict[str, Any], *, timeout: float) -> str:
-        """Let the engines join the group of a trainer, and wait until they have.
+        """See :meth:`rollout_api.AsyncRolloutClient.init_weight_transfer_engine`; return the id of the group.
 
         If the job has more engines than the group has room for, those without a place wait for the next version.
-
-        Args:
-            init_info: what vLLM's ``init_weight_transfer_engine`` is called with.
-            timeout: seconds to wait.
-
-        Returns:
-            The id of the group.
-
-        Raises:
-            InvalidRequestError: the job's engines cannot form such a group.
-            WeightsError: some engine has not joined; it says why.
         """
         engines = await self._channel.engine_reports()
         _backend(engines)
@@ -114,17 +95,9 @@ class TransferPublisher:
         update_info: dict[str, Any] | None = None,
         timeout: float,
     ) -> WeightUpdate:
-        """Begin to publish weights, and return when all engines of the group are ready to receive them.
+        """See :meth:`rollout_api.AsyncRolloutClient.start_weight_update`.
 
-        Args:
-            version: weight version; None for the one after the newest.
-            mode: what happens to running rollouts.
-            update_info: describes all tensors, so that engines check them before they are sent.
-            timeout: seconds to wait.
-
-        Raises:
-            InvalidRequestError: no group was formed, or it has lost a member; or the version cannot be used.
-            WeightsError: some engine cannot receive the weights; it says why.
+        If *update_info* describes all tensors, engines check them before they are sent.
         """
         group = await self._check_group()
         version = await self._publisher.newest() + 1 if version is None else version
@@ -149,16 +122,7 @@ class TransferPublisher:
         return update
 
     async def update(self, update_info: dict[str, Any], *, timeout: float) -> WeightUpdate:
-        """Let the engines receive a part of the weights, or all, and return when they have.
-
-        Args:
-            update_info: what vLLM's ``update_weights`` is called with.
-            timeout: seconds to wait.
-
-        Raises:
-            InvalidRequestError: no update was started.
-            WeightsError: some engine has not received the weights; it says why.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.update_weights`."""
         update = await self._started()
         num_parts = await self._add(update, TransferStep(step="update", update_info=_without_objects(update_info)))
         try:
@@ -169,12 +133,7 @@ class TransferPublisher:
         return update
 
     async def finish(self, *, timeout: float) -> PublishedWeights:
-        """Let the engines serve the weights that they have received, and return when they do.
-
-        Raises:
-            InvalidRequestError: no update was started.
-            WeightsError: no engine could load the weights.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.finish_weight_update`."""
         update = await self._started()
         await self._add(update, TransferStep(step="finish"))
         return await self._publisher.wait(Publication(update, ""), {}, timeout)

@@ -74,7 +74,7 @@ def _synchronous(
     """Return the synchronous form of a method of the asynchronous object that a synchronous one wraps."""
 
     @wraps(method)
-    def run(self: Any, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+    def run(self: Any, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         loop: _EventLoopThread = self._loop
         return loop.run(method(self._wrapped, *args, **options))
 

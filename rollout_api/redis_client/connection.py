@@ -12,9 +12,6 @@ from typing import Any
 
 import redis
 import redis.asyncio
-import redis.asyncio.connection as async_connection
-import redis.asyncio.sentinel as async_sentinel
-import redis.connection as sync_connection
 import redis.sentinel
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
@@ -24,7 +21,7 @@ from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, 
 from rollout_api.redis_client.cluster import Cluster
 from rollout_api.redis_client.pipelined import PipelinedRedis
 from rollout_api.redis_client.retry import is_out_of_memory, is_transient
-from rollout_api.redis_client.sentinel import async_sentinel_pool, sentinel_pool
+from rollout_api.redis_client.sentinel import ASYNCHRONOUS, SYNCHRONOUS, server_pool
 
 # redis-py repeats the handshake of a connection within each retry of a command, so a server that accepts connections
 # and never answers costs (retries + 1)² timeouts: 8 s here, so that a person gets an error within 10 s. redis-py's own
@@ -225,42 +222,12 @@ def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.as
         address: address of a server or of Sentinels.
         settings: settings of the connections to the server, including the options of the address.
     """
-    settings = {**settings, "protocol": 2}
-    if address.kind is Kind.SENTINEL:
-        kind = async_connection.SSLConnection if address.tls else async_connection.Connection
-        sentinels = [(kind, {"host": host, "port": port, **address.sentinel_options}) for host, port in address.hosts]
-        pool: async_connection.ConnectionPool = async_sentinel_pool(
-            async_sentinel.SentinelManagedSSLConnection if address.tls else async_sentinel.SentinelManagedConnection,
-            settings,
-            address.service,
-            sentinels,
-        )
-    elif address.path:
-        pool = async_connection.ConnectionPool(
-            connection_class=async_connection.UnixDomainSocketConnection, **{**settings, "path": address.path}
-        )
-    else:
-        ((host, port),) = address.hosts
-        pool = async_connection.ConnectionPool(
-            connection_class=async_connection.SSLConnection if address.tls else async_connection.Connection,
-            **{**settings, "host": host, "port": port},
-        )
-    return PipelinedRedis.from_pool(pool)
+    return PipelinedRedis.from_pool(server_pool(ASYNCHRONOUS, address, {**settings, "protocol": 2}))
 
 
 def _client(address: RedisAddress, timeout: float) -> redis.Redis:
     settings = _settings(address, timeout, timeout, Retry(_backoff(), _RETRIES))
-    if address.kind is Kind.SENTINEL:
-        pool: sync_connection.ConnectionPool = sentinel_pool(address, settings)
-    elif address.path:
-        pool = sync_connection.ConnectionPool(
-            connection_class=sync_connection.UnixDomainSocketConnection, path=address.path, **settings
-        )
-    else:
-        ((host, port),) = address.hosts
-        connection_class = sync_connection.SSLConnection if address.tls else sync_connection.Connection
-        pool = sync_connection.ConnectionPool(connection_class=connection_class, host=host, port=port, **settings)
-    return redis.Redis.from_pool(pool)
+    return redis.Redis.from_pool(server_pool(SYNCHRONOUS, address, settings))
 
 
 def _settings(

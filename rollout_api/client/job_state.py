@@ -1,4 +1,4 @@
-"""The state of a job: its status and its end, which a client watches, and pauses."""
+"""Follows the state of a job for its client, and pauses and resumes the job."""
 
 from __future__ import annotations
 

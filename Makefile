@@ -80,7 +80,7 @@ docs-serve: env  ## Serve the documentation site at http://127.0.0.1:8002 and fo
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs serve --dev-addr 127.0.0.1:8002
 
 wheels: env  ## Build the wheels of the client and of everything else into dist/.
-	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
+	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./rollout_api .
 
 chart: env  ## Lint and package the Helm chart into dist/ (REGISTRY: of the images that it names).
 	$(VENV)/python -m scripts.release.chart $(REGISTRY)

@@ -7,12 +7,12 @@ it loads pydantic, redis and msgpack, but nothing heavier such as torch, Ray or 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.group_queue import AsyncGroupQueue, Group
 from rollout_api.client.groups import GroupOrder, Groups, RolloutsFailedError
+from rollout_api.client.history_stats import RewardStats
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.prompts import Prompt, partial_of
+from rollout_api.client.prompts import Prompt, Trajectory, partial_of
 from rollout_api.client.request_client import RequestClient
 from rollout_api.client.step import AsyncStep, StepProgress
 from rollout_api.client.sync_client import GroupQueue, RolloutClient, Step
-from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import PublishedWeights
 from rollout_api.errors import (
     InvalidRequestError,
@@ -64,7 +64,6 @@ from rollout_api.protocol.messages import (
     problem_id_of,
 )
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.reward_stats import RewardStats
 from rollout_api.step_metrics import RolloutSummary, step_metrics
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 

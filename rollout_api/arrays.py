@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from rollout_api.client.trajectory import Trajectory
+from rollout_api.client.prompts import Trajectory
 from rollout_api.errors import InvalidRequestError
 from rollout_api.protocol.messages import Rollout, RoutedExperts
 

@@ -19,8 +19,7 @@ import redis
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
 from rollout_api.errors import JobNotFoundError, RedisUnreachableError
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.redis_client.checks import explain_error
-from rollout_api.redis_client.connection import connect
+from rollout_api.redis_client.connection import connect, explain_error
 from rollout_api.redis_client.retry import retry
 from rollout_head.child_services import JobServices
 from rollout_head.dataset.source import Dataset, count_finished, load_dataset, run_dataset

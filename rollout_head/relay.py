@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import redis
 
-from rollout_api.protocol.draft_sources import decode_draft_sources
+from rollout_api.protocol.history_encoding import decode_draft_sources
 from rollout_api.protocol.keys import CONTEXT_FIELD, TRACE_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
 from rollout_api.redis_client.retry import concerns_server, retry

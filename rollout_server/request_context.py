@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_api.client.traceparent import parse_traceparent
+from rollout_api.client.job_info import parse_traceparent
 from rollout_api.protocol.messages import Purpose
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"

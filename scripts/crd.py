@@ -19,14 +19,14 @@ import yaml
 from pydantic.alias_generators import to_camel
 
 from rollout_api.manifest.field_types import JobName
-from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
-from rollout_api.manifest.runtime import (
+from rollout_api.manifest.pod_spec import (
     CLUSTER_RUNTIME_KIND,
     RUNTIME_KIND,
     RUNTIME_PLURALS,
     RUNTIME_SECTIONS,
     SCALING_FIELDS,
 )
+from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
 from rollout_api.manifest.status import RolloutJobStatus
 from rollout_tools.doctor.cluster.installation import schema_digest
 
@@ -70,6 +70,8 @@ _COLUMNS = (
 def structural(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Convert a JSON schema of pydantic to a structural schema."""
     schema = dict(schema)
+    if "description" in schema:
+        schema["description"] = " ".join(schema["description"].split())
     if (reference := schema.pop("$ref", None)) is not None:
         # Keys next to a reference override those of the referenced schema.
         schema = {**definitions[reference.rpartition("/")[2]], **schema}

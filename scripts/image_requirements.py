@@ -22,7 +22,7 @@ FILES = {
 }
 PYTHONS = ["3.11.2", "3.11.13", "3.12.3"]
 """Python versions of Debian 12 and of other base images for which the requirements are generated."""
-PROJECT = {"das-rollout", "das-rollout-client"}
+PROJECT = {"das-rollout", "das-rollout-api"}
 """The project's own distributions, which the images build."""
 # vLLM requires these packages, but their builds are incompatible with a CPU torch, and nothing here needs them.
 EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}

@@ -94,11 +94,16 @@ def default(field: FieldInfo, optional_section: str = "") -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
+def description(field: FieldInfo) -> str:
+    """Return the description of a field in one line."""
+    return " ".join((field.description or "").split())
+
+
 def row(field: FieldInfo, path: str, optional_section: str = "") -> str:
     """Return the table row of a field."""
     kind = "quantity" if _is_quantity(field.metadata) else type_name(field.annotation)
     type_and_limits = " ".join(part for part in (kind, limits(field)) if part)
-    return f"| `{path}` | {type_and_limits} | {default(field, optional_section)} | {field.description or ''} |"
+    return f"| `{path}` | {type_and_limits} | {default(field, optional_section)} | {description(field)} |"
 
 
 def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Iterator[str]:
@@ -113,7 +118,7 @@ def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Itera
         field_path = f"{path}.{field.alias or name}"
         inner = model_of(field.annotation)
         if inner and not inner.model_fields:
-            yield f"| `{field_path.removeprefix('.')}` | `{{}}` | {default(field)} | {field.description or ''} |"
+            yield f"| `{field_path.removeprefix('.')}` | `{{}}` | {default(field)} | {description(field)} |"
             continue
         if inner:
             if field.description:

@@ -9,37 +9,32 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self, Unpack
 
-from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.connection import CLOSED, JobConnection
+from rollout_api.client.connection import JobConnection, JobSession
 from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
 from rollout_api.client.groups import GroupOrder, without_failures
-from rollout_api.client.history_reader import (
+from rollout_api.client.history_stats import (
+    DEFAULT_THRESHOLD,
     HistoryClient,
+    RewardStats,
     connect_to_history,
     read_length_stats,
     read_reward_stats,
 )
-from rollout_api.client.job_info import JobInfo, find_job
-from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.job_pauser import JobPauser
+from rollout_api.client.job_channel import IDS_PER_MESSAGE, JobChannel
 from rollout_api.client.open_request import Leftovers
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
-from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
-from rollout_api.client.results import Results
 from rollout_api.client.step import AsyncStep, OnProgress, StepContext
-from rollout_api.client.weight_publisher import Checksum, PublishedWeights, WeightPublisher
-from rollout_api.client.weight_transfer import WeightTransfer
-from rollout_api.errors import InvalidRequestError, RolloutClientError
+from rollout_api.client.weight_publisher import Checksum, PublishedWeights
+from rollout_api.errors import InvalidRequestError, JobEndedError, RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import (
     CLIENT_PATTERN,
     Close,
@@ -53,27 +48,12 @@ from rollout_api.protocol.messages import (
     WeightsKind,
     encode,
 )
-from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
-from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.weights.in_memory import TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """What a client uses while it is connected to a job."""
-
-    keys: MessageKeys
-    sender: RequestSender
-    publisher: WeightPublisher
-    transfer: WeightTransfer
-    pauser: JobPauser
-    steps: StepContext
-    monitoring: asyncio.Task[None]
 
 
 class AsyncRolloutClient(JobConnection):
@@ -93,20 +73,18 @@ class AsyncRolloutClient(JobConnection):
         reconnect_timeout: float,
         history_redis: RedisTarget | None,
     ) -> None:
-        super().__init__(target, job, uid, timeout, reconnect_timeout)
         if not re.match(CLIENT_PATTERN, name):
             raise InvalidRequestError(
                 f"client name {name!r}: use at most 63 letters, digits, dots, dashes and underscores, beginning with a "
                 "letter or digit"
             )
-        self.name = name
-        """Name of this client."""
+        super().__init__(target, job, uid, name, timeout, reconnect_timeout)
         self._history: tuple[HistoryClient, ClientRetryPolicy] | None = None
         if history_redis is not None:
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
-        self._session: _Session | None = None
-        """What was published from memory last."""
+        self._steps: StepContext
+        """What all steps share; set when the client is connected."""
 
     # Connection.
 
@@ -144,88 +122,33 @@ class AsyncRolloutClient(JobConnection):
             redis, job, uid, _default_name() if name is None else name, timeout, reconnect_timeout, history_redis
         )
 
-    async def open(self) -> Self:
-        """Wait for the job and read its description. ``async with`` does this on entry.
-
-        Raises:
-            JobNotFoundError: the job did not appear in time.
-            JobEndedError: the job has ended, and no other job with its name appeared in time.
-            VersionMismatchError: the job uses another version of the protocol.
-            RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
-            RedisRefusedError: the password is wrong, or the user lacks permissions.
-        """
-        self._check_not_closed()
-        try:
-            self._session = await self._open_session()
-        except BaseException:
-            await self._disconnect()
-            raise
-        return self
-
-    async def _open_session(self) -> _Session:
-        redis, policy = self._redis, self._policy
-        job, ending = await find_job(redis, policy, self.name, self._job_name, self._uid, self._timeout)
-        keys = MessageKeys(job.uid)
-        sender, leftovers = RequestSender(redis, keys, policy), Leftovers(self.name)
-        results = Results(redis, job, self.name, sender, policy, leftovers=leftovers)
-        results.observe(None, ending)
-        monitor = JobMonitor(redis, job, self._job_name, results)
-        await results.open()
-        publisher = WeightPublisher(redis, keys, sender, policy)
-        return _Session(
-            keys=keys,
-            sender=sender,
-            publisher=publisher,
-            transfer=WeightTransfer(redis, keys, sender, policy, publisher),
-            pauser=JobPauser(redis, job, sender, policy),
-            steps=StepContext(self.name, job, monitor, results, leftovers),
-            monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
-        )
+    def _make_session(self, channel: JobChannel, ending: JobEndedError | None) -> JobSession:
+        leftovers = Leftovers(self.name)
+        session = JobSession(channel, self._job_name, leftovers)
+        self._steps = StepContext(self.name, channel.job, session.monitor, session.results, leftovers)
+        return session
 
     async def close(self) -> None:
         """Disconnect. The job continues, and results that were not released wait for the next client of this name."""
         if self._session is not None:
-            for step in list(self._session.steps.open_steps):
+            for step in list(self._step_context.open_steps):
                 await step.end(release=False)
-            await cancel_and_wait(self._session.monitoring)
-            await self._session.steps.results.close(RolloutClientError(CLOSED))
-            self._session = None
-        self._is_closed = True
-        await self._disconnect()
+        await super().close()
 
     async def _disconnect(self) -> None:
-        await self._redis.aclose()
+        await super()._disconnect()
         if self._history is not None:
             await self._history[0].aclose()
 
     @property
-    def job(self) -> JobInfo:
-        """Description of the job.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
-        return self._connected.steps.job
-
-    @property
-    def status(self) -> CoordinatorStatus:
-        """Status of the job, about a second old; empty while no coordinator runs.
-
-        A job of another version may lack some of its keys, which are therefore best read with ``get``.
-        """
-        status = None if self._session is None else self._session.steps.monitor.status
-        return status or NO_STATUS
-
-    @property
     def num_awaited(self) -> int:
         """Number of rollouts that were requested and have not been received, over all open steps."""
-        return self._connected.steps.results.num_awaited
+        return self._connected.results.num_awaited
 
     @property
-    def _connected(self) -> _Session:
-        if self._session is None:
-            raise self._not_connected()
-        return self._session
+    def _step_context(self) -> StepContext:
+        _ = self._connected
+        return self._steps
 
     # Rollouts.
 
@@ -250,7 +173,7 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             RolloutClientError: the client is not connected yet.
         """
-        return AsyncStep(self._connected.steps, step, prompts, on_progress)
+        return AsyncStep(self._step_context, step, prompts, on_progress)
 
     async def generate(
         self,
@@ -530,7 +453,7 @@ class AsyncRolloutClient(JobConnection):
         """
         session = self._connected
         deadline = time.monotonic() + timeout
-        while (status := session.steps.monitor.status) is None:
+        while (status := session.monitor.status) is None:
             if time.monotonic() > deadline:
                 raise RolloutClientError(
                     f"job {self.job.name} has had no coordinator for {timeout:g} s, so its weight version is unknown; "
@@ -548,14 +471,14 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.
         """
-        session = self._connected
+        channel = self._connected.channel
         checked = [(rollout_id, self._check_reward(rollout_id, reward)) for rollout_id, reward in rewards.items()]
         await self._check_known([RolloutId.parse(rollout_id) for rollout_id, _ in checked])
         messages = [
             encode(Rewards(rewards=dict(checked[start : start + IDS_PER_MESSAGE])))
             for start in range(0, len(checked), IDS_PER_MESSAGE)
         ]
-        await session.sender.append(session.keys.rewards, messages, "report rewards")
+        await channel.append(channel.keys.rewards, messages, "report rewards")
 
     async def length_stats(self, problem: str | None = None) -> LengthStats:
         """Return how long earlier rollouts were, from the current contents of the job's history.
@@ -637,13 +560,13 @@ class AsyncRolloutClient(JobConnection):
 
     async def close_job(self) -> None:
         """Announce that no more requests will come. The job ends when all open requests are answered."""
-        session = self._connected
-        await session.sender.append(session.keys.control, [encode(Close())], "close the job")
-        session.steps.job_is_closed = True
+        channel = self._connected.channel
+        await channel.append(channel.keys.control, [encode(Close())], "close the job")
+        self._step_context.job_is_closed = True
 
     async def _check_known(self, rollout_ids: Sequence[RolloutId]) -> None:
         """Check that the job has finished the rollouts."""
-        keys = self._connected.keys
+        keys = self._connected.channel.keys
         samples: defaultdict[str, list[RolloutId]] = defaultdict(list)
         for rollout_id in rollout_ids:
             samples[rollout_id.request_id].append(rollout_id)

@@ -6,20 +6,22 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.groups import GroupOrder
-from rollout_api.client.job_info import JobInfo
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.step import AsyncStep
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
+
+if TYPE_CHECKING:
+    from rollout_api.client.async_client import AsyncRolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +57,6 @@ class Group:
         return max(0, self.newest_version - oldest)
 
 
-class QueueClient(Protocol):
-    """What a queue needs of its client."""
-
-    @property
-    def job(self) -> JobInfo:
-        """Description of the job."""
-
-    def step(self, step: int, prompts: Sequence[Prompt | Sequence[int]]) -> AsyncStep:
-        """Return a step."""
-
-    async def weight_version(self) -> int:
-        """Return the newest published weight version."""
-
-    async def report_rewards(self, rewards: Mapping[str, float]) -> None:
-        """Report rewards to the job."""
-
-
 @dataclass(eq=False)
 class _Slot:
     """A group that was requested and has not been taken."""
@@ -103,13 +88,7 @@ class AsyncGroupQueue:
 
     Args:
         client: client of the job.
-        prompts: prompts, each for one group; they are read when there is room for them, and may be infinite.
-        max_in_flight: number of groups that are requested and not yet taken, whether they are finished or not.
-        order: which finished groups are taken first.
-        max_staleness: largest staleness of a group; others are dropped. Default: any.
-        reward: computes the rewards of a finished group, which are also reported to the job.
-        dynamic_sampling: whether to drop groups whose rewards are all equal.
-        first_step: number of the first group.
+        prompts: see :meth:`rollout_api.AsyncRolloutClient.group_queue`, as for all other arguments.
 
     Raises:
         InvalidRequestError: an argument cannot be used.
@@ -117,7 +96,7 @@ class AsyncGroupQueue:
 
     def __init__(
         self,
-        client: QueueClient,
+        client: AsyncRolloutClient,
         prompts: Iterable[Prompt | Sequence[int]],
         *,
         max_in_flight: int,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +18,9 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from rollout_api.client.prompts import Prompt, overrides_of, token_list
-from rollout_api.client.traceparent import current_traceparent
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
+from rollout_api.manifest.field_types import first_error
 from rollout_api.manifest.spec import Sampling
-from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.protocol.status import CoordinatorStatus
@@ -29,6 +30,7 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 _LOOKUP_INTERVAL_S = 0.25
 _MAX_LISTED_JOBS = 20
 _REQUEST_DEFAULTS = {name: field.default for name, field in RolloutRequest.model_fields.items()}
+_HEADER = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?![0-9a-f])")
 
 
 @dataclass(frozen=True)
@@ -322,3 +324,23 @@ def parse_status(data: bytes | None) -> CoordinatorStatus | None:
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that have their default values: messages stay small."""
     return {name: value for name, value in fields.items() if value != _REQUEST_DEFAULTS[name]}
+
+
+def current_traceparent() -> str | None:
+    """Return the ``traceparent`` of the active span; None if there is none.
+
+    This never imports OpenTelemetry: a process that has an active span has done so itself.
+    """
+    if "opentelemetry.trace" not in sys.modules:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers)
+    return headers.get("traceparent")
+
+
+def parse_traceparent(header: str) -> str | None:
+    """Return the HTTP header ``traceparent`` in version 00 of its format; None if it is missing or invalid."""
+    parsed = _HEADER.match(header)
+    return None if parsed is None else "-".join(["00", *parsed.groups()])

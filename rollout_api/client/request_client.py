@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from typing_extensions import Self
 
-from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.connection import CLOSED, JobConnection
-from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
-from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.job_pauser import JobPauser
+from rollout_api.client.connection import JobConnection, JobSession
+from rollout_api.client.job_channel import JobChannel
+from rollout_api.client.job_info import PreparedRequest
+from rollout_api.client.job_state import JobPauser
 from rollout_api.client.open_request import TokensCallback
 from rollout_api.client.prompts import Prompt
-from rollout_api.client.request_sender import RequestSender
-from rollout_api.client.results import Results
 from rollout_api.client.server_records import AdapterNames, IdempotencyKeys, TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
-from rollout_api.client.weight_transfer import WeightTransfer
-from rollout_api.errors import RolloutClientError
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.client.weight_transfer import TransferPublisher
+from rollout_api.errors import JobEndedError
 from rollout_api.protocol.messages import Rollout
-from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 
 CLIENT_NAME = "requests"
 """Name under which all these clients send requests."""
 DEFAULT_KEEP_SECONDS = 600
 """Default time to keep the rollouts of a request."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """What an open client has."""
-
-    job: JobInfo
-    results: Results
-    turns: TurnRecords
-    adapters: AdapterNames
-    idempotency_keys: IdempotencyKeys
-    publisher: WeightPublisher
-    transfer: WeightTransfer
-    pauser: JobPauser
-    monitor: JobMonitor
-    monitoring: asyncio.Task[None]
 
 
 class RequestClient(JobConnection):
@@ -55,12 +33,6 @@ class RequestClient(JobConnection):
     same rollouts, in every process that is connected to the job, and also if the process that made the first call has
     ended. A trainer that samples in steps uses :class:`rollout_api.AsyncRolloutClient`.
     """
-
-    def __init__(
-        self, target: RedisTarget, job: str | None, uid: str | None, timeout: float, reconnect_timeout: float
-    ) -> None:
-        super().__init__(target, job, uid, timeout, reconnect_timeout)
-        self._session: _Session | None = None
 
     @classmethod
     def connect(
@@ -84,134 +56,42 @@ class RequestClient(JobConnection):
         Raises:
             InvalidRequestError: an argument cannot be used.
         """
-        return cls(redis, job, uid, timeout, reconnect_timeout)
+        return cls(redis, job, uid, CLIENT_NAME, timeout, reconnect_timeout)
 
-    async def open(self) -> Self:
-        """Wait for the job and read its description. ``async with`` does this on entry.
-
-        Raises:
-            JobNotFoundError: the job did not appear in time.
-            JobEndedError: the job has ended.
-            VersionMismatchError: the job uses another version of the protocol.
-            RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
-            RedisRefusedError: the password is wrong, or the user lacks permissions.
-        """
-        self._check_not_closed()
-        try:
-            job, ending = await find_job(
-                self._redis, self._policy, CLIENT_NAME, self._job_name, self._uid, self._timeout
-            )
-            if ending is not None:
-                raise ending
-            keys = MessageKeys(job.uid)
-            sender = RequestSender(self._redis, keys, self._policy)
-            results = Results(self._redis, job, CLIENT_NAME, sender, self._policy)
-            await results.open()
-        except BaseException:
-            await self._redis.aclose()
-            raise
-        publisher = WeightPublisher(self._redis, keys, sender, self._policy)
-        monitor = JobMonitor(self._redis, job, self._job_name, results)
-        self._session = _Session(
-            job=job,
-            results=results,
-            turns=TurnRecords(self._redis, keys, self._policy),
-            adapters=AdapterNames(self._redis, keys, self._policy),
-            idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
-            publisher=publisher,
-            transfer=WeightTransfer(self._redis, keys, sender, self._policy, publisher),
-            pauser=JobPauser(self._redis, job, sender, self._policy),
-            monitor=monitor,
-            monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
-        )
-        return self
-
-    async def close(self) -> None:
-        """Disconnect. Requests stay in the job, and their rollouts are kept; calls that wait for them fail."""
-        self._is_closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await cancel_and_wait(session.monitoring)
-            await session.results.close(RolloutClientError(CLOSED))
-        await self._redis.aclose()
-
-    @property
-    def _connected(self) -> _Session:
-        if self._session is None:
-            raise self._not_connected()
-        return self._session
-
-    @property
-    def job(self) -> JobInfo:
-        """Description of the job.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
-        return self._connected.job
+    def _make_session(self, channel: JobChannel, ending: JobEndedError | None) -> JobSession:
+        if ending is not None:
+            raise ending
+        return JobSession(channel, self._job_name)
 
     @property
     def turns(self) -> TurnRecords:
-        """Records of the turns of conversations.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
-        return self._connected.turns
+        """Records of the turns of conversations."""
+        return TurnRecords(self._connected.channel)
 
     @property
     def adapters(self) -> AdapterNames:
-        """Names of adapters.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
-        return self._connected.adapters
+        """Names of adapters."""
+        return AdapterNames(self._connected.channel)
 
     @property
     def idempotency_keys(self) -> IdempotencyKeys:
-        """The requests that idempotency keys belong to.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
-        return self._connected.idempotency_keys
+        """The requests that idempotency keys belong to."""
+        return IdempotencyKeys(self._connected.channel)
 
     @property
     def publisher(self) -> WeightPublisher:
-        """Publishes weights to the job.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
+        """Publishes weights to the job."""
         return self._connected.publisher
 
     @property
-    def transfer(self) -> WeightTransfer:
-        """Lets the engines receive weights as vLLM's own server does.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
+    def transfer(self) -> TransferPublisher:
+        """Lets the engines receive weights as vLLM's own server does."""
         return self._connected.transfer
 
     @property
     def pauser(self) -> JobPauser:
-        """Pauses and resumes the job.
-
-        Raises:
-            RolloutClientError: the client is not connected yet.
-        """
+        """Pauses and resumes the job."""
         return self._connected.pauser
-
-    @property
-    def status(self) -> CoordinatorStatus:
-        """Status of the job, about a second old; empty while no coordinator runs.
-
-        A job of another version may lack some of its keys, which are therefore best read with ``get``.
-        """
-        status = None if self._session is None else self._session.monitor.status
-        return status or NO_STATUS
 
     @property
     def num_awaited(self) -> int:
@@ -316,6 +196,7 @@ class RequestClient(JobConnection):
 
         Raises:
             JobFullError: the job has no room, and the request may not wait.
+            RolloutClientError: under the same conditions as :meth:`rollouts`.
         """
         return await self._connected.results.rollouts(
             request, may_be_answered=may_be_answered, on_tokens=on_tokens, may_wait=may_wait

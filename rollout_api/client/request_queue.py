@@ -11,17 +11,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
-import redis.asyncio
-
-from rollout_api.client.job_info import JobInfo
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.client.open_request import REQUESTS_PER_BATCH, OpenRequest, OpenRequests, as_client_error, batches
-from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_reader import ResultReader
 from rollout_api.errors import JobFullError, RolloutClientError
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import RolloutRequest, decode, encode
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +38,13 @@ class RequestQueue:
     """Sends requests in one task. A repetition is harmless, because the job recognizes a request by its id.
 
     Args:
-        client: connection to Redis.
-        job: the job.
+        channel: channel to the job.
         requests: the open requests.
-        sender: sends cancellations.
         reader: reads the results of requests that were sent before.
-        policy: how failing commands are retried.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        job: JobInfo,
-        requests: OpenRequests,
-        sender: RequestSender,
-        reader: ResultReader,
-        policy: ClientRetryPolicy,
-    ) -> None:
-        self._client, self._job, self._keys = client, job, MessageKeys(job.uid)
-        self._requests, self._sender, self._reader, self._policy = requests, sender, reader, policy
+    def __init__(self, channel: JobChannel, requests: OpenRequests, reader: ResultReader) -> None:
+        self._channel, self._job, self._requests, self._reader = channel, channel.job, requests, reader
         self._is_idle = asyncio.Event()
         """Set while no batch is being sent."""
         self._is_idle.set()
@@ -133,9 +117,6 @@ class RequestQueue:
         Args:
             requests: the requests.
             withdrawal: error for those that were not sent, of which nothing is expected any more.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
         """
         # The batch that is being sent counts as sent, unless Redis is full or unreachable.
         with suppress(asyncio.TimeoutError):
@@ -151,7 +132,7 @@ class RequestQueue:
         self._next_cancellation = time.monotonic() + self._cancel_pause
         self._requests.has_work.set()
         # Those that were not sent are cancelled, too: an earlier trainer may have sent them.
-        await self._sender.cancel([opened.request.request_id for opened in missing])
+        await self._channel.cancel([opened.request.request_id for opened in missing])
 
     async def _repeat_cancellations(self) -> None:
         """Cancel requests again that were not answered since, because Redis may lose a cancellation in a crash."""
@@ -162,7 +143,7 @@ class RequestQueue:
 
     async def _try_to_cancel(self, request_ids: Sequence[str]) -> None:
         try:
-            await self._sender.cancel(request_ids)
+            await self._channel.cancel(request_ids)
         except RolloutClientError as error:
             logger.warning("Cannot cancel %d requests: %s", len(request_ids), error)
 
@@ -238,9 +219,9 @@ class RequestQueue:
             sent = [opened for opened in left if opened.num_missing]
             if not sent:
                 return
-            pipeline = self._client.pipeline(transaction=False)
+            pipeline = self._channel.redis.pipeline(transaction=False)
             for opened in sent:
-                pipeline.xadd(self._keys.requests, {MESSAGE_FIELD: opened.request.data})
+                pipeline.xadd(self._channel.keys.requests, {MESSAGE_FIELD: opened.request.data})
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             left.clear()
             for opened, reply in zip(sent, replies, strict=True):
@@ -253,7 +234,7 @@ class RequestQueue:
                 if isinstance(reply, Exception):
                     raise reply
 
-        await self._policy.run(append_missing, action="send requests")
+        await self._channel.policy.run(append_missing, action="send requests")
 
     async def _find_earlier(self, requests: Sequence[OpenRequest]) -> None:
         """Find out which requests were sent before.

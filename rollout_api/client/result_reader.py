@@ -10,15 +10,14 @@ from functools import partial
 from typing import Any
 
 import redis
-import redis.asyncio
 
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.client.open_request import AwaitedRequest, OpenRequest, OpenRequests, as_client_error, batches
 from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
-from rollout_api.protocol.keys import REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.keys import REQUEST_FIELD
 from rollout_api.protocol.messages import CodecError
-from rollout_api.redis_client.batch_pacer import BatchPacer
 from rollout_api.redis_client.client_connection import READ_BLOCK_MS
-from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.redis_client.retry import BatchPacer
 from rollout_api.redis_client.server_functions import execute_even_when_full
 
 _UPDATES_PER_READ = 1000
@@ -39,29 +38,17 @@ class ResultReader:
     open requests are checked if entries were missed.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        client_name: name of the client.
+        channel: channel to the job.
         requests: the open requests.
-        policy: how failing commands are retried.
         with_tokens: whether tokens of unfinished rollouts are read, too.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        keys: MessageKeys,
-        client_name: str,
-        requests: OpenRequests,
-        policy: ClientRetryPolicy,
-        *,
-        with_tokens: bool,
-    ) -> None:
+    def __init__(self, channel: JobChannel, requests: OpenRequests, *, with_tokens: bool) -> None:
         self.num_answered = 0
         """Number of rollouts that were received after their request was sent."""
-        self._client, self._keys, self._name = client, keys, client_name
-        self._requests, self._policy = requests, policy
-        streams = [keys.result_updates(client_name), *([keys.token_updates] if with_tokens else [])]
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
+        self._name, self._requests = channel.client_name, requests
+        streams = [self._keys.result_updates(self._name), *([self._keys.token_updates] if with_tokens else [])]
         self._positions: dict[str, str] = dict.fromkeys(streams, "0")
         """Stream of updates → id of the last entry that was read."""
         self._written = 0
@@ -70,12 +57,7 @@ class ResultReader:
         self._reported, self._next_report = -1, 0.0
 
     async def open(self) -> None:
-        """Begin with the updates from now on.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-            RedisRefusedError: Redis refused a command.
-        """
+        """Begin with the updates from now on."""
         await self._policy.run(self._seek, action="receive rollouts")
 
     async def _seek(self) -> None:
@@ -155,11 +137,7 @@ class ResultReader:
             self._requests.note_leftover(request_id)
 
     async def read(self, requests: Sequence[OpenRequest]) -> None:
-        """Read what was announced of these requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Read what was announced of these requests."""
         for batch in batches(requests):
             await self._policy.run(partial(self._read_batch, batch), action="receive rollouts")
 

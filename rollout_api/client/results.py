@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import redis.asyncio
-
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.job_info import JobInfo, PreparedRequest
+from rollout_api.client.job_channel import JobChannel
+from rollout_api.client.job_info import PreparedRequest
 from rollout_api.client.open_request import (
     REQUESTS_PER_BATCH,
     AwaitedRequest,
@@ -21,13 +20,11 @@ from rollout_api.client.open_request import (
     TokensCallback,
 )
 from rollout_api.client.request_queue import RequestQueue
-from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_reader import ResultReader
 from rollout_api.errors import RolloutClientError
-from rollout_api.protocol.keys import LEDGER_RETENTION_S, MessageKeys
+from rollout_api.protocol.keys import LEDGER_RETENTION_S
 from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.redis_client.server_functions import async_function, execute_even_when_full
 
 logger = logging.getLogger(__name__)
@@ -39,43 +36,23 @@ class Results:
     The job samples a request once, however many processes send it, and keeps the results under the id of the request.
 
     Args:
-        client: connection to Redis.
-        job: the job.
-        client_name: name of the client.
-        sender: sends messages to the job.
-        policy: how failing commands are retried.
+        channel: channel to the job.
         leftovers: receives the requests with results that no step awaits; None if the results expire.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        job: JobInfo,
-        client_name: str,
-        sender: RequestSender,
-        policy: ClientRetryPolicy,
-        *,
-        leftovers: Leftovers | None = None,
-    ) -> None:
-        self._client, self._keys, self._name = client, MessageKeys(job.uid), client_name
-        self._policy, self._leftovers = policy, leftovers
-        self._release = async_function(client, __package__, "release")
+    def __init__(self, channel: JobChannel, leftovers: Leftovers | None = None) -> None:
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
+        self._name, self._leftovers = channel.client_name, leftovers
+        self._release = async_function(channel.redis, __package__, "release")
         self._requests = OpenRequests(leftovers)
-        self._reader = ResultReader(
-            client, self._keys, client_name, self._requests, policy, with_tokens=leftovers is None
-        )
-        self._queue = RequestQueue(client, job, self._requests, sender, self._reader, policy)
+        self._reader = ResultReader(channel, self._requests, with_tokens=leftovers is None)
+        self._queue = RequestQueue(channel, self._requests, self._reader)
         self._tasks: list[asyncio.Task[None]] = []
         self._newest_step = -1
         """Greatest number of a step that was opened under this name."""
 
     async def open(self) -> None:
-        """Receive results from now on, and send requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-            RedisRefusedError: Redis refused a command.
-        """
+        """Receive results from now on, and send requests."""
         await self._reader.open()
         if self._leftovers is not None:
             found, newest_step = await self._policy.run(self._read_earlier, action="receive rollouts")
@@ -100,11 +77,7 @@ class Results:
         return await pipeline.execute()
 
     async def open_step(self, number: int) -> bool:
-        """Record that a step is opened; return whether its requests may have been sent before.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Record that a step is opened; return whether its requests may have been sent before."""
         if number <= self._newest_step:
             return True
         key = self._keys.newest_steps
@@ -153,28 +126,17 @@ class Results:
             self._requests.count(opened)
 
     async def read(self, requests: Sequence[OpenRequest]) -> None:
-        """Read what was announced of these requests.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Read what was announced of these requests."""
         await self._reader.read(requests)
 
     async def cancel(self, requests: Iterable[OpenRequest], *, withdrawal: RolloutClientError) -> None:
-        """Cancel requests; see :meth:`RequestQueue.cancel`.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
-        """
+        """Cancel requests; see :meth:`RequestQueue.cancel`."""
         await self._queue.cancel(requests, withdrawal=withdrawal)
 
     async def release(self, request_ids: Sequence[str]) -> None:
         """Delete results that are not needed any more. Later results of these requests are dropped.
 
         The results of one request are deleted in one command, which also runs while Redis is full.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long; some results may be left.
         """
         for start in range(0, len(request_ids), REQUESTS_PER_BATCH):
             batch = request_ids[start : start + REQUESTS_PER_BATCH]
@@ -194,21 +156,7 @@ class Results:
         on_tokens: TokensCallback | None = None,
         may_wait: bool = True,
     ) -> list[Rollout]:
-        """Return the rollouts of a request, ordered by sample.
-
-        Args:
-            request: the request.
-            may_be_answered: whether it may have been sent before. If not, it is cancelled with this call.
-            on_tokens: receives the tokens of unfinished rollouts, if the request was sent to stream them.
-            may_wait: whether it may wait while the job has no room for it.
-
-        Raises:
-            JobFullError: the job has no room, and the request may not wait.
-            RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
-            UnreadableResultError: a rollout cannot be decoded.
-            JobEndedError: the job has ended.
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """See :meth:`rollout_api.RequestClient.receive`."""
         found = self._requests.get(request.request_id)
         if isinstance(found, AwaitedRequest):
             opened = found

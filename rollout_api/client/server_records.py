@@ -1,4 +1,7 @@
-"""What the HTTP servers of a job share in Redis: turns of conversations, idempotency keys and names of adapters."""
+"""What the HTTP servers of a job share in Redis: turns of conversations, idempotency keys and names of adapters.
+
+All methods that access Redis raise :class:`rollout_api.RolloutClientError` if that is impossible for too long.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import redis.asyncio
 from typing_extensions import Self
 
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.protocol.messages import MAX_KEEP_SECONDS, CodecError, pack_tokens, unpack_tokens
-from rollout_api.redis_client.retry import ClientRetryPolicy
 
 TURN_RETENTION_S = 900
 """Seconds to remember a turn after its response, or after the conversation was last continued."""
+
+
+class _Records:
+    """Records of one kind.
+
+    Args:
+        channel: channel to the job.
+    """
+
+    def __init__(self, channel: JobChannel) -> None:
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
 
 @dataclass(frozen=True)
@@ -55,24 +67,11 @@ class TurnRecord:
             raise CodecError(f"not the record of a turn: {error}") from None
 
 
-class TurnRecords:
-    """Reads and writes records of turns.
-
-    Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
-    """
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._keys, self._policy = client, keys, policy
+class TurnRecords(_Records):
+    """Reads and writes records of turns."""
 
     async def read(self, record_ids: Sequence[str]) -> dict[str, TurnRecord]:
-        """Return the records with these ids that exist, which are then remembered for longer.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Return the records with these ids that exist, which are then remembered for longer."""
         if not record_ids:
             return {}
 
@@ -90,11 +89,7 @@ class TurnRecords:
         }
 
     async def write(self, records: Mapping[str, TurnRecord]) -> None:
-        """Write records under their ids. The first of several with the same id, which have the same text, counts.
-
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
+        """Write records under their ids. The first of several with the same id, which have the same text, counts."""
 
         async def write_all() -> None:
             pipeline = self._client.pipeline(transaction=False)
@@ -106,25 +101,13 @@ class TurnRecords:
             await self._policy.run(write_all, action="record the turns of conversations")
 
 
-class IdempotencyKeys:
-    """Reads and writes the fingerprints of the requests that have idempotency keys.
-
-    Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
-    """
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._keys, self._policy = client, keys, policy
+class IdempotencyKeys(_Records):
+    """Reads and writes the fingerprints of the requests that have idempotency keys."""
 
     async def claim(self, key: str, fingerprint: bytes) -> bytes | None:
         """Give a key to a request unless another one has it; return the fingerprint of the one that had it before.
 
         The request has the key for a day, unless :meth:`keep` or :meth:`release` ends this earlier.
-
-        Raises:
-            RolloutClientError: Redis cannot be written.
         """
         name = self._keys.idempotency(key)
         owner: Any = await self._policy.run(
@@ -134,22 +117,14 @@ class IdempotencyKeys:
         return None if owner is None else bytes(owner)
 
     async def keep(self, key: str, seconds: int) -> None:
-        """Let a request have its key for this many seconds from now on, or for less if less is left.
-
-        Raises:
-            RolloutClientError: Redis cannot be written.
-        """
+        """Let a request have its key for this many seconds from now on, or for less if less is left."""
         name = self._keys.idempotency(key)
         await self._policy.run(
             lambda: self._client.expire(name, seconds, lt=True), action="limit the lifetime of an idempotency key"
         )
 
     async def release(self, key: str) -> None:
-        """Let any request have the key.
-
-        Raises:
-            RolloutClientError: Redis cannot be written.
-        """
+        """Let any request have the key."""
         name = self._keys.idempotency(key)
         await self._policy.run(lambda: self._client.delete(name), action="release an idempotency key")
 
@@ -173,46 +148,26 @@ class NamedAdapter:
         return cls(**json.loads(data))
 
 
-class AdapterNames:
-    """Reads and writes the names of a job's adapters.
-
-    Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        policy: how failing commands are retried.
-    """
-
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
-        self._client, self._key, self._policy = client, keys.adapters, policy
+class AdapterNames(_Records):
+    """Reads and writes the names of a job's adapters."""
 
     async def set(self, name: str, adapter: NamedAdapter) -> None:
-        """Give an adapter a name; an adapter that has this name loses it.
-
-        Raises:
-            RolloutClientError: Redis cannot be written.
-        """
+        """Give an adapter a name; an adapter that has this name loses it."""
         await self._policy.run(
-            lambda: self._client.hset(self._key, name, adapter.encode()), action="store the name of an adapter"
+            lambda: self._client.hset(self._keys.adapters, name, adapter.encode()),
+            action="store the name of an adapter",
         )
 
     async def get(self, name: str) -> NamedAdapter | None:
-        """Return the adapter with this name; None if there is none.
-
-        Raises:
-            RolloutClientError: Redis cannot be read.
-        """
+        """Return the adapter with this name; None if there is none."""
         found: Any = await self._policy.run(
-            lambda: self._client.hget(self._key, name), action="read the name of an adapter"
+            lambda: self._client.hget(self._keys.adapters, name), action="read the name of an adapter"
         )
         return None if found is None else NamedAdapter.decode(found)
 
     async def delete(self, name: str) -> bool:
-        """Forget a name; return whether an adapter had it.
-
-        Raises:
-            RolloutClientError: Redis cannot be written.
-        """
+        """Forget a name; return whether an adapter had it."""
         deleted: Any = await self._policy.run(
-            lambda: self._client.hdel(self._key, name), action="delete the name of an adapter"
+            lambda: self._client.hdel(self._keys.adapters, name), action="delete the name of an adapter"
         )
         return bool(deleted)

@@ -14,12 +14,11 @@ from typing_extensions import Self
 
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups
 from rollout_api.client.job_info import JobInfo, PreparedRequest
-from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.job_state import JobMonitor
 from rollout_api.client.open_request import AwaitedRequest, Inbox, Leftovers, OpenRequest, PromptRequest
-from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of, parse_choice
+from rollout_api.client.prompts import Prompt, SamplingOverrides, Trajectory, overrides_of, parse_choice
 from rollout_api.client.request_queue import first_id
 from rollout_api.client.results import Results
-from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Purpose, Rollout, RolloutId

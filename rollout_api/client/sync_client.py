@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from typing_extensions import Self, Unpack
 
@@ -17,21 +17,17 @@ from rollout_api.client.connection import CLOSED
 from rollout_api.client.group_queue import AsyncGroupQueue, Group, RewardFunction
 from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
+from rollout_api.client.prompts import Prompt, SamplingOverrides, Trajectory, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
-from rollout_api.client.trajectory import Trajectory
-from rollout_api.client.weight_publisher import Checksum, PublishedWeights
 from rollout_api.errors import RolloutClientError
-from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
+from rollout_api.protocol.messages import DraftMode, Purpose, Rollout
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
-from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
-from rollout_api.weights.in_memory import TensorsInMemory
 
 _TAKE_LIMIT = 64
 """Rollouts that are handed from the event loop's thread to the caller's at once."""
+_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
@@ -72,6 +68,19 @@ class _EventLoopThread:
             self._loop.close()
 
 
+def _synchronous(
+    method: Callable[Concatenate[Any, _Arguments], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """Return the synchronous form of a method of the asynchronous object that a synchronous one wraps."""
+
+    @wraps(method)
+    def run(self: Any, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        loop: _EventLoopThread = self._loop
+        return loop.run(method(self._wrapped, *args, **options))
+
+    return run
+
+
 class Step:
     """The rollouts of some prompts: ``with client.step(17, prompts) as step: for rollout in step: …``.
 
@@ -79,18 +88,16 @@ class Step:
     """
 
     def __init__(self, step: AsyncStep, loop: _EventLoopThread) -> None:
-        self._step, self._loop = step, loop
+        self._wrapped, self._loop = step, loop
         self._taken: deque[Rollout] = deque()
 
     def start(self) -> Self:
         """See :meth:`AsyncStep.start`."""
-        self._loop.run(self._step.start())
+        self._loop.run(self._wrapped.start())
         self._taken.clear()  # rollouts that were left over before the step was opened again are delivered again
         return self
 
-    def end(self, *, release: bool = True) -> None:
-        """See :meth:`AsyncStep.end`."""
-        self._loop.run(self._step.end(release=release))
+    end = _synchronous(AsyncStep.end)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -106,8 +113,8 @@ class Step:
             # Rollouts that an abandoned loop over the step left behind go to the next loop.
             while self._taken:
                 yield self._taken.popleft()
-            rollouts = self._loop.run(self._step.take(_TAKE_LIMIT))
-            self._step.report_progress(is_final=rollouts is None)
+            rollouts = self._loop.run(self._wrapped.take(_TAKE_LIMIT))
+            self._wrapped.report_progress(is_final=rollouts is None)
             if rollouts is None:
                 return
             self._taken += rollouts
@@ -115,20 +122,18 @@ class Step:
     @property
     def progress(self) -> StepProgress:
         """See :attr:`AsyncStep.progress`."""
-        return self._step.progress
+        return self._wrapped.progress
 
     def prompt_index(self, rollout: Rollout) -> int:
         """See :meth:`AsyncStep.prompt_index`."""
-        return self._step.prompt_index(rollout)
+        return self._wrapped.prompt_index(rollout)
 
     @property
     def group_sizes(self) -> list[int]:
         """See :attr:`AsyncStep.group_sizes`."""
-        return self._step.group_sizes
+        return self._wrapped.group_sizes
 
-    def cancel(self) -> None:
-        """See :meth:`AsyncStep.cancel`."""
-        self._loop.run(self._step.cancel())
+    cancel = _synchronous(AsyncStep.cancel)
 
     def collect(
         self, min_complete_groups: int | None = None, *, order: GroupOrder | str = GroupOrder.READY_FIRST
@@ -137,7 +142,7 @@ class Step:
         collector = GroupCollector(self.group_sizes, min_complete_groups, parse_choice(GroupOrder, order, "order"))
         for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
-            if collector.should_stop and not self._step.is_cancelled:
+            if collector.should_stop and not self._wrapped.is_cancelled:
                 self.cancel()
         return collector.groups()
 
@@ -145,27 +150,9 @@ class Step:
         self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
     ) -> Trajectory:
         """See :meth:`AsyncStep.trajectory`."""
-        return self._step.trajectory(prompt, problem_id=problem_id, purpose=purpose)
+        return self._wrapped.trajectory(prompt, problem_id=problem_id, purpose=purpose)
 
-    def turn(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        sampling: Sampling | SamplingOverrides | Mapping[str, Any] | None = None,
-        weight_version: int | None = None,
-        priority: int = 0,
-        deadline_seconds: float | None = None,
-    ) -> list[Rollout]:
-        """See :meth:`AsyncStep.turn`."""
-        return self._loop.run(
-            self._step.turn(
-                trajectories,
-                sampling=sampling,
-                weight_version=weight_version,
-                priority=priority,
-                deadline_seconds=deadline_seconds,
-            )
-        )
+    turn = _synchronous(AsyncStep.turn)
 
 
 class GroupQueue:
@@ -176,20 +163,18 @@ class GroupQueue:
     """
 
     def __init__(self, queue: AsyncGroupQueue, loop: _EventLoopThread) -> None:
-        self._queue, self._loop = queue, loop
+        self._wrapped, self._loop = queue, loop
 
     def __enter__(self) -> Self:
-        self._loop.run(self._queue.start())
+        self._loop.run(self._wrapped.start())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._loop.run(self._queue.end(release=error is None))
+        self._loop.run(self._wrapped.end(release=error is None))
 
-    def take(self, count: int) -> list[Group]:
-        """See :meth:`AsyncGroupQueue.take`."""
-        return self._loop.run(self._queue.take(count))
+    take = _synchronous(AsyncGroupQueue.take)
 
     def __iter__(self) -> Iterator[Group]:
         """See :meth:`AsyncGroupQueue.__aiter__`."""
@@ -199,22 +184,22 @@ class GroupQueue:
     @property
     def num_in_flight(self) -> int:
         """See :attr:`AsyncGroupQueue.num_in_flight`."""
-        return self._queue.num_in_flight
+        return self._wrapped.num_in_flight
 
     @property
     def num_stale(self) -> int:
         """See :attr:`AsyncGroupQueue.num_stale`."""
-        return self._queue.num_stale
+        return self._wrapped.num_stale
 
     @property
     def num_equal(self) -> int:
         """See :attr:`AsyncGroupQueue.num_equal`."""
-        return self._queue.num_equal
+        return self._wrapped.num_equal
 
     @property
     def num_failed(self) -> int:
         """See :attr:`AsyncGroupQueue.num_failed`."""
-        return self._queue.num_failed
+        return self._wrapped.num_failed
 
 
 class RolloutClient:
@@ -228,7 +213,7 @@ class RolloutClient:
     """
 
     def __init__(self, client: AsyncRolloutClient) -> None:
-        self._client = client
+        self._wrapped = client
         self._loop = _EventLoopThread()
         try:
             self._loop.run(client.open())
@@ -266,7 +251,7 @@ class RolloutClient:
         if self._loop.is_closed:
             return
         try:
-            self._loop.run(self._client.close())
+            self._loop.run(self._wrapped.close())
         finally:
             self._loop.close()
 
@@ -281,22 +266,22 @@ class RolloutClient:
     @property
     def name(self) -> str:
         """Name of this client."""
-        return self._client.name
+        return self._wrapped.name
 
     @property
     def job(self) -> JobInfo:
         """Description of the job."""
-        return self._client.job
+        return self._wrapped.job
 
     @property
     def status(self) -> CoordinatorStatus:
         """See :attr:`AsyncRolloutClient.status`."""
-        return self._client.status
+        return self._wrapped.status
 
     @property
     def num_awaited(self) -> int:
         """See :attr:`AsyncRolloutClient.num_awaited`."""
-        return self._client.num_awaited
+        return self._wrapped.num_awaited
 
     def step(
         self,
@@ -306,7 +291,7 @@ class RolloutClient:
         on_progress: OnProgress | None = None,
     ) -> Step:
         """See :meth:`AsyncRolloutClient.step`."""
-        return Step(self._client.step(step, prompts, on_progress=on_progress), self._loop)
+        return Step(self._wrapped.step(step, prompts, on_progress=on_progress), self._loop)
 
     def generate(
         self,
@@ -356,7 +341,7 @@ class RolloutClient:
         first_step: int = 0,
     ) -> GroupQueue:
         """See :meth:`AsyncRolloutClient.group_queue`."""
-        queue = self._client.group_queue(
+        queue = self._wrapped.group_queue(
             prompts,
             max_in_flight=max_in_flight,
             order=order,
@@ -367,76 +352,17 @@ class RolloutClient:
         )
         return GroupQueue(queue, self._loop)
 
-    def publish_weights(
-        self,
-        version: int,
-        weights: str | Path | TensorsInMemory,
-        *,
-        kind: WeightsKind | str = WeightsKind.FULL,
-        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
-        sha256: Checksum = "compute",
-        wait: bool = True,
-        timeout: float = 600.0,
-    ) -> PublishedWeights:
-        """See :meth:`AsyncRolloutClient.publish_weights`."""
-        return self._loop.run(
-            self._client.publish_weights(
-                version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
-            )
-        )
-
-    def transfer_backend(self, *, timeout: float = 600.0) -> str:
-        """See :meth:`AsyncRolloutClient.transfer_backend`."""
-        return self._loop.run(self._client.transfer_backend(timeout=timeout))
-
-    def get_world_size(self, *, timeout: float = 600.0) -> int:
-        """See :meth:`AsyncRolloutClient.get_world_size`."""
-        return self._loop.run(self._client.get_world_size(timeout=timeout))
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float = 600.0) -> None:
-        """See :meth:`AsyncRolloutClient.init_weight_transfer_engine`."""
-        self._loop.run(self._client.init_weight_transfer_engine(init_info, timeout=timeout))
-
-    def start_weight_update(
-        self, version: int | None = None, *, mode: UpdateMode | str = UpdateMode.RECOMPUTE, timeout: float = 600.0
-    ) -> None:
-        """See :meth:`AsyncRolloutClient.start_weight_update`."""
-        self._loop.run(self._client.start_weight_update(version, mode=mode, timeout=timeout))
-
-    def update_weights(self, update_info: dict[str, Any], *, timeout: float = 600.0) -> None:
-        """See :meth:`AsyncRolloutClient.update_weights`."""
-        self._loop.run(self._client.update_weights(update_info, timeout=timeout))
-
-    def finish_weight_update(self, weight_version: str | None = None, *, timeout: float = 600.0) -> None:
-        """See :meth:`AsyncRolloutClient.finish_weight_update`."""
-        self._loop.run(self._client.finish_weight_update(weight_version, timeout=timeout))
-
-    def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
-        """See :meth:`AsyncRolloutClient.pause`."""
-        self._loop.run(self._client.pause(mode, timeout=timeout))
-
-    def resume(self, *, timeout: float = 600.0) -> None:
-        """See :meth:`AsyncRolloutClient.resume`."""
-        self._loop.run(self._client.resume(timeout=timeout))
-
-    def weight_version(self, *, timeout: float = 600.0) -> int:
-        """See :meth:`AsyncRolloutClient.weight_version`."""
-        return self._loop.run(self._client.weight_version(timeout=timeout))
-
-    def report_rewards(self, rewards: Mapping[str, float]) -> None:
-        """See :meth:`AsyncRolloutClient.report_rewards`."""
-        self._loop.run(self._client.report_rewards(rewards))
-
-    def length_stats(self, problem: str | None = None) -> LengthStats:
-        """See :meth:`AsyncRolloutClient.length_stats`."""
-        return self._loop.run(self._client.length_stats(problem))
-
-    def reward_stats(
-        self, problems: Iterable[str], *, threshold: float = DEFAULT_THRESHOLD, generations: int | None = None
-    ) -> dict[str, RewardStats]:
-        """See :meth:`AsyncRolloutClient.reward_stats`."""
-        return self._loop.run(self._client.reward_stats(problems, threshold=threshold, generations=generations))
-
-    def close_job(self) -> None:
-        """See :meth:`AsyncRolloutClient.close_job`."""
-        self._loop.run(self._client.close_job())
+    publish_weights = _synchronous(AsyncRolloutClient.publish_weights)
+    transfer_backend = _synchronous(AsyncRolloutClient.transfer_backend)
+    get_world_size = _synchronous(AsyncRolloutClient.get_world_size)
+    init_weight_transfer_engine = _synchronous(AsyncRolloutClient.init_weight_transfer_engine)
+    start_weight_update = _synchronous(AsyncRolloutClient.start_weight_update)
+    update_weights = _synchronous(AsyncRolloutClient.update_weights)
+    finish_weight_update = _synchronous(AsyncRolloutClient.finish_weight_update)
+    pause = _synchronous(AsyncRolloutClient.pause)
+    resume = _synchronous(AsyncRolloutClient.resume)
+    weight_version = _synchronous(AsyncRolloutClient.weight_version)
+    report_rewards = _synchronous(AsyncRolloutClient.report_rewards)
+    length_stats = _synchronous(AsyncRolloutClient.length_stats)
+    reward_stats = _synchronous(AsyncRolloutClient.reward_stats)
+    close_job = _synchronous(AsyncRolloutClient.close_job)

@@ -13,12 +13,9 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import redis
-import redis.asyncio
 
-from rollout_api.client.engine_reports import read_engine_reports
-from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.errors import InvalidRequestError, WeightsError
-from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
     UpdateMode,
     WeightsKind,
@@ -26,7 +23,6 @@ from rollout_api.protocol.messages import (
     decode,
     encode,
 )
-from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.checksum import checksum
 
 logger = logging.getLogger(__name__)
@@ -77,20 +73,12 @@ class WeightPublisher:
     """Publishes weights to one job.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        sender: sender of messages.
-        policy: how failing commands are retried.
+        channel: channel to the job.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        keys: MessageKeys,
-        sender: RequestSender,
-        policy: ClientRetryPolicy,
-    ) -> None:
-        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
+    def __init__(self, channel: JobChannel) -> None:
+        self._channel = channel
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
     async def publish(
         self,
@@ -113,10 +101,6 @@ class WeightPublisher:
             return PublishedWeights(version, [], {})
         return await self.wait(publication, engines, timeout)
 
-    async def engines(self) -> dict[str, dict[str, Any]]:
-        """Return the reports of the engines by id."""
-        return await read_engine_reports(self._client, self._keys, self._policy)
-
     async def engines_before(self, version: int) -> dict[str, dict[str, Any]]:
         """Return the reports of the engines, and check that none serves a newer version than the one to be published.
 
@@ -127,7 +111,7 @@ class WeightPublisher:
             raise InvalidRequestError(
                 f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
             )
-        engines = await self.engines()
+        engines = await self._channel.engine_reports()
         newest = max((report["version"] for report in engines.values()), default=0)
         if version < newest:
             raise InvalidRequestError(
@@ -175,7 +159,7 @@ class WeightPublisher:
 
     async def send(self, update: WeightUpdate) -> Publication:
         """Send an update to the coordinator."""
-        [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        [entry_id] = await self._channel.append(self._keys.control, [encode(update)], "publish weights")
         return Publication(update, entry_id)
 
     async def withdraw(self, publication: Publication) -> None:
@@ -203,7 +187,7 @@ class WeightPublisher:
         started = last_log = time.monotonic()
         while True:
             is_adopted = await self._is_adopted(publication)
-            engines, ended = await self.engines(), {}
+            engines, ended = await self._channel.engine_reports(), {}
             if transfer is not None:
                 ended = dict.fromkeys(set(transfer.engines) - engines.keys(), "the engine has ended")
                 engines = {engine: report for engine, report in engines.items() if engine in transfer.engines}
@@ -242,14 +226,12 @@ class WeightPublisher:
         entry_id = publication.entry_id
         if not entry_id:
             return True
-        waiting = await self._policy.run(
-            lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id), action="watch the engines"
-        )
-        if not waiting and await self.newest() < publication.update.weight_version:
+        is_processed = await self._channel.is_processed(entry_id, "watch the engines")
+        if is_processed and await self.newest() < publication.update.weight_version:
             logger.warning("Redis has lost weight version %d; sending it again.", publication.update.weight_version)
             publication.entry_id = (await self.send(publication.update)).entry_id
             return False
-        return not waiting
+        return is_processed
 
 
 def check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:

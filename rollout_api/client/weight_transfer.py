@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
-import redis.asyncio
 
-from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.job_channel import JobChannel
 from rollout_api.client.weight_publisher import Publication, PublishedWeights, WeightPublisher, check_identity
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError, list_reasons
-from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
     InitWeightTransfer,
     TransferStep,
     UpdateMode,
+    WeightTransfer,
     WeightUpdate,
     decode,
     encode,
 )
-from rollout_api.protocol.messages import WeightTransfer as Transfer
-from rollout_api.redis_client.retry import ClientRetryPolicy
 
 if TYPE_CHECKING:
     from rollout_api.weights.in_memory import TensorsInMemory
@@ -40,49 +37,31 @@ _INIT_AGAIN = "call init_weight_transfer_engine again"
 _Result = TypeVar("_Result")
 
 
-class WeightTransfer:
+class TransferPublisher:
     """Lets a job's engines receive weights as vLLM's own server does.
 
     Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        sender: sender of messages.
-        policy: how failing commands are retried.
+        channel: channel to the job.
         publisher: publishes weights.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        keys: MessageKeys,
-        sender: RequestSender,
-        policy: ClientRetryPolicy,
-        publisher: WeightPublisher,
-    ) -> None:
-        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
-        self._publisher = publisher
+    def __init__(self, channel: JobChannel, publisher: WeightPublisher) -> None:
+        self._channel, self._publisher = channel, publisher
+        self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
 
     async def backend(self, timeout: float) -> str:
-        """Return the backend with which the engines receive weights; see :meth:`AsyncRolloutClient.transfer_backend`.
-
-        Raises:
-            WeightsError: the job had no engine for too long.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.transfer_backend`."""
         engines = await self._wait_for_engines(timeout)
         backends = {str(report.get("transfer_backend", "")) for report in engines.values()}
         return backends.pop() if len(backends) == 1 else ""
 
     async def world_size(self, timeout: float) -> int:
-        """Return the number of worker processes of all engines, once there is one.
-
-        Raises:
-            WeightsError: the job had no engine for too long.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.get_world_size`."""
         return sum(report["ranks"] for report in (await self._wait_for_engines(timeout)).values())
 
     async def _wait_for_engines(self, timeout: float) -> dict[str, dict[str, Any]]:
         deadline = time.monotonic() + timeout
-        while not (engines := await self._publisher.engines()):
+        while not (engines := await self._channel.engine_reports()):
             if time.monotonic() > deadline:
                 raise WeightsError(
                     f"the job has had no engine for {timeout:g} s that could load weights; check that its workers start"
@@ -91,26 +70,15 @@ class WeightTransfer:
         return engines
 
     async def init(self, init_info: dict[str, Any], *, timeout: float) -> str:
-        """Let the engines join the group of a trainer, and wait until they have.
+        """See :meth:`rollout_api.AsyncRolloutClient.init_weight_transfer_engine`; return the id of the group.
 
         If the job has more engines than the group has room for, those without a place wait for the next version.
-
-        Args:
-            init_info: what vLLM's ``init_weight_transfer_engine`` is called with.
-            timeout: seconds to wait.
-
-        Returns:
-            The id of the group.
-
-        Raises:
-            InvalidRequestError: the job's engines cannot form such a group.
-            WeightsError: some engine has not joined; it says why.
         """
-        engines = await self._publisher.engines()
+        engines = await self._channel.engine_reports()
         _backend(engines)
         members = _choose_members(engines, init_info)
         group = InitWeightTransfer(group=secrets.token_hex(8), engines=members, init_info=init_info)
-        [entry_id] = await self._sender.append(self._keys.control, [encode(group)], "form a trainer's group")
+        [entry_id] = await self._channel.append(self._keys.control, [encode(group)], "form a trainer's group")
         try:
             await self._wait_for_members(group, timeout)
         finally:
@@ -127,23 +95,15 @@ class WeightTransfer:
         update_info: dict[str, Any] | None = None,
         timeout: float,
     ) -> WeightUpdate:
-        """Begin to publish weights, and return when all engines of the group are ready to receive them.
+        """See :meth:`rollout_api.AsyncRolloutClient.start_weight_update`.
 
-        Args:
-            version: weight version; None for the one after the newest.
-            mode: what happens to running rollouts.
-            update_info: describes all tensors, so that engines check them before they are sent.
-            timeout: seconds to wait.
-
-        Raises:
-            InvalidRequestError: no group was formed, or it has lost a member; or the version cannot be used.
-            WeightsError: some engine cannot receive the weights; it says why.
+        If *update_info* describes all tensors, engines check them before they are sent.
         """
         group = await self._check_group()
         version = await self._publisher.newest() + 1 if version is None else version
         before = await self._publisher.engines_before(version)
         current = await self._publisher.current()
-        transfer = Transfer(
+        transfer = WeightTransfer(
             group=group.group,
             engines=sorted(group.engines),
             base=0 if current is None else current.weight_version,
@@ -162,16 +122,7 @@ class WeightTransfer:
         return update
 
     async def update(self, update_info: dict[str, Any], *, timeout: float) -> WeightUpdate:
-        """Let the engines receive a part of the weights, or all, and return when they have.
-
-        Args:
-            update_info: what vLLM's ``update_weights`` is called with.
-            timeout: seconds to wait.
-
-        Raises:
-            InvalidRequestError: no update was started.
-            WeightsError: some engine has not received the weights; it says why.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.update_weights`."""
         update = await self._started()
         num_parts = await self._add(update, TransferStep(step="update", update_info=_without_objects(update_info)))
         try:
@@ -182,12 +133,7 @@ class WeightTransfer:
         return update
 
     async def finish(self, *, timeout: float) -> PublishedWeights:
-        """Let the engines serve the weights that they have received, and return when they do.
-
-        Raises:
-            InvalidRequestError: no update was started.
-            WeightsError: no engine could load the weights.
-        """
+        """See :meth:`rollout_api.AsyncRolloutClient.finish_weight_update`."""
         update = await self._started()
         await self._add(update, TransferStep(step="finish"))
         return await self._publisher.wait(Publication(update, ""), {}, timeout)
@@ -263,7 +209,7 @@ class WeightTransfer:
         group = await self._group()
         if group is None:
             raise InvalidRequestError(f"the job's engines have joined no trainer's group; {_INIT_AGAIN}")
-        if lost := _missing_members(group, await self._publisher.engines()):
+        if lost := _missing_members(group, await self._channel.engine_reports()):
             raise InvalidRequestError(f"the trainer's group has lost members ({list_reasons(lost)}); {_INIT_AGAIN}")
         return group
 
@@ -275,7 +221,7 @@ class WeightTransfer:
         """
         update = await self._publisher.current()
         if update is not None and update.transfer is not None:
-            engines = await self._publisher.engines()
+            engines = await self._channel.engine_reports()
             if any(report.get("receiving") == update.identity for report in engines.values()):
                 return update
         raise InvalidRequestError("no weight update is in progress; call start_weight_update first")
@@ -283,14 +229,14 @@ class WeightTransfer:
     async def _add(self, update: WeightUpdate, step: TransferStep) -> int:
         """Tell the engines the next step, and return how many there are."""
         key = self._keys.transfer_steps(update.identity)
-        await self._sender.append(key, [encode(step)], "send weights")
+        await self._channel.append(key, [encode(step)], "send weights")
         await self._policy.run(lambda: self._client.expire(key, _STEPS_EXPIRY_S), action="send weights")
         return int(await self._policy.run(lambda: self._client.xlen(key), action="send weights"))
 
     async def _wait_for_members(self, group: InitWeightTransfer, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
-            engines = await self._publisher.engines()
+            engines = await self._channel.engine_reports()
             answered = {e for e in group.engines if engines.get(e, {}).get("transfer_group") == group.group}
             lost = _missing_members(group, engines, awaited=group.engines.keys() & engines.keys() - answered)
             if lost:
@@ -321,7 +267,7 @@ class WeightTransfer:
         """
         version, deadline = update.weight_version, time.monotonic() + timeout
         while True:
-            engines, failed, waiting = await self._publisher.engines(), {}, []
+            engines, failed, waiting = await self._channel.engine_reports(), {}, []
             for engine in update.transfer.engines if update.transfer else []:
                 report = engines.get(engine)
                 if report is None:
@@ -348,7 +294,7 @@ class WeightTransfer:
 class _Calls:
     """What the sender of one weight version calls, from other threads."""
 
-    transfer: WeightTransfer
+    transfer: TransferPublisher
     version: int
     mode: UpdateMode
     update_info: dict[str, Any]

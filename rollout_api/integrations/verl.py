@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 # First, because with another version of verl, the following imports fail with an unclear error.
-import rollout_api.integrations.verl_version
+from rollout_api.integrations.verl_settings import NAME, redis_url
 
 # isort: split
 import ray
@@ -37,7 +37,6 @@ from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.prompts import Prompt
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.integrations.recognized_turns import RecognizedTurns
-from rollout_api.integrations.verl_settings import NAME, redis_url
 from rollout_api.protocol.messages import FinishReason, Purpose, Rollout
 
 _STOP_REASONS = {
@@ -136,35 +135,13 @@ class JobServer:
         """Wait until the job is available."""
         await self._connected()
 
-    # verl calls these methods on servers that share its GPUs. A job has its own GPUs and continues running
-    # rollouts with new weights, so they do nothing.
+    async def _do_nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing: a job has its own GPUs and continues running rollouts with new weights."""
 
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Do nothing."""
-
-    async def resume_generation(self) -> None:
-        """Do nothing."""
-
-    async def wake_up(self) -> None:
-        """Do nothing."""
-
-    async def sleep(self) -> None:
-        """Do nothing."""
-
-    async def clear_kv_cache(self) -> None:
-        """Do nothing: engines clear stale cache entries when they load weights."""
-
-    async def release_kv_cache(self) -> None:
-        """Do nothing."""
-
-    async def resume_kv_cache(self) -> None:
-        """Do nothing."""
-
-    async def start_profile(self, **_: Any) -> None:
-        """Do nothing."""
-
-    async def stop_profile(self) -> None:
-        """Do nothing."""
+    # verl calls these methods on servers that share its GPUs. Engines clear stale cache entries when they load weights.
+    abort_all_requests = resume_generation = wake_up = sleep = _do_nothing
+    clear_kv_cache = release_kv_cache = resume_kv_cache = _do_nothing
+    start_profile = stop_profile = _do_nothing
 
     async def _connected(self) -> AsyncRolloutClient:
         async with self._lock:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # First, because with another version of verl, the following imports fail with an unclear error.
-import rollout_api.integrations.verl_version  # noqa: F401
+from rollout_api.integrations.verl_settings import FILES_NAME, NAME, redis_url
 
 # isort: split
 import torch
@@ -23,7 +23,6 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.errors import WeightsError
-from rollout_api.integrations.verl_settings import FILES_NAME, NAME, redis_url
 from rollout_api.integrations.weight_routes import Route, VersionDirectories, WeightRoutes, why_not_from_memory
 from rollout_api.weights.in_memory import TensorsInMemory
 

@@ -12,9 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rollout_api.bundle.archive import BundleArchive
-from rollout_api.bundle.cluster import ARCHIVE_KEY, PODS, ContainerLog, Evidence
-from rollout_api.bundle.redaction import Redactor
+from rollout_api.bundle import ARCHIVE_KEY, PODS, BundleArchive, ContainerLog, Evidence
 from rollout_api.kubectl_plugin.commands import exec_arguments
 from rollout_api.kubectl_plugin.kubectl import (
     RESOURCE,
@@ -28,6 +26,7 @@ from rollout_api.kubectl_plugin.kubectl import (
     summary,
 )
 from rollout_api.manifest.rollout_job import GROUP
+from rollout_api.redaction import Redactor
 
 JOB_UID_ANNOTATION = f"{GROUP}/job-uid"
 """Annotation of a kept bundle with the uid of its job, as the operator's ``names`` module defines it."""
@@ -53,10 +52,6 @@ def save_bundle(kubectl: Kubectl, name: str, target: Path, *, with_rollouts: boo
         target: the file to write.
         with_rollouts: whether prompts and responses are included.
         say: shows a line to the user.
-
-    Raises:
-        PluginError: if there is neither such a job nor a bundle of it, if kubectl fails, or if the file cannot be
-            written.
     """
     try:
         job: dict[str, Any] | None = kubectl.get(RESOURCE, name)

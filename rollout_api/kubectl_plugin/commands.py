@@ -1,6 +1,7 @@
 """The commands ``report``, ``logs``, ``drain`` and ``connect``.
 
-Commands that need the job's Redis run ``rollout`` in the pod of the job's head, which has its URL.
+Commands that need the job's Redis run ``rollout`` in the pod of the job's head, which has its URL. All functions raise
+:class:`PluginError` with what the user can do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rollout_api.bundle.redaction import HIDDEN
 from rollout_api.kubectl_plugin.kubectl import (
     HEAD,
     WORKER,
@@ -31,6 +31,7 @@ from rollout_api.kubectl_plugin.kubectl import (
     slot_of,
     summary,
 )
+from rollout_api.redaction import HIDDEN
 from rollout_api.redis_client.address import without_password
 
 
@@ -52,11 +53,7 @@ def exec_arguments(pod: str, job: Mapping[str, Any], command: Sequence[str], *, 
 
 
 def run_in_head(kubectl: Kubectl, job: Mapping[str, Any], *command: str, tty: bool = False) -> int:
-    """Run a command of ``rollout`` in the head, and return its exit code.
-
-    Raises:
-        PluginError: if no head runs, or kubectl fails.
-    """
+    """Run a command of ``rollout`` in the head, and return its exit code."""
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     columns = shutil.get_terminal_size((100, 24)).columns
     pod = running_head(kubectl, job)
@@ -64,11 +61,7 @@ def run_in_head(kubectl: Kubectl, job: Mapping[str, Any], *command: str, tty: bo
 
 
 def save_report(kubectl: Kubectl, job: Mapping[str, Any], target: Path) -> int:
-    """Let the head write the job's report, copy it to *target*, and return the exit code.
-
-    Raises:
-        PluginError: if no head runs, or the report cannot be copied.
-    """
+    """Let the head write the job's report, copy it to *target*, and return the exit code."""
     pod = running_head(kubectl, job)
     remote = f"/tmp/report-{secrets.token_hex(8)}.html"  # noqa: S108 - a volume of the pod
     code = kubectl.show(*exec_arguments(pod, job, ("report", f"--html={remote}"), columns=100, tty=False))
@@ -112,9 +105,6 @@ def show_logs(
         tail: number of last lines of each pod to begin with; -1 for all.
         head: whether to show the head alone.
         worker: number of the worker to show alone; None for all pods.
-
-    Raises:
-        PluginError: if there are no such pods, or kubectl fails.
     """
     component = HEAD if head else None if worker is None else WORKER
     labels = selector(job["metadata"]["name"], component, worker)
@@ -144,11 +134,7 @@ _EXTRA_WAIT_S = 60
 
 
 def choose_worker(job: str, pods: Sequence[dict[str, Any]], worker: str) -> dict[str, Any]:
-    """Return the pod of a worker that is named by its number or by its pod.
-
-    Raises:
-        PluginError: if the job has no such worker.
-    """
+    """Return the pod of a worker that is named by its number or by its pod."""
     for pod in leaders(pods):
         if worker in (str(slot_of(pod)), pod["metadata"]["name"]):
             return pod
@@ -183,9 +169,6 @@ def drain(
 
     Returns:
         The exit code of kubectl.
-
-    Raises:
-        PluginError: if the job has no such worker, or kubectl fails.
     """
     name = job["metadata"]["name"]
     pods = list_pods(kubectl, selector(name, WORKER))
@@ -227,11 +210,7 @@ class Connection:
 
 
 def connection_of(job: Mapping[str, Any]) -> Connection:
-    """Return how to connect to a job.
-
-    Raises:
-        PluginError: if the operator has not published it yet.
-    """
+    """Return how to connect to a job."""
     found = job.get("status", {}).get("connection")
     if not found:
         raise PluginError(f"the operator has not published how to connect to the job. {summary(job)}")
@@ -245,11 +224,7 @@ def connection_of(job: Mapping[str, Any]) -> Connection:
 
 
 def read_secret(kubectl: Kubectl, secret: tuple[str, str]) -> str:
-    """Return the value of a key of a Secret.
-
-    Raises:
-        PluginError: if the Secret or the key does not exist, or may not be read.
-    """
+    """Return the value of a key of a Secret."""
     name, key = secret
     data = kubectl.get("secret", name).get("data", {})
     if key not in data:
@@ -270,9 +245,6 @@ def forward_target(url: str, namespace: str) -> tuple[str, str, int]:
     Args:
         url: URL of an HTTP server or a Redis server.
         namespace: namespace of the job, in which names without a namespace are.
-
-    Raises:
-        PluginError: if the URL is not that of a Service.
     """
     parts = urlsplit(url)
     host, default = parts.hostname or "", _SERVER_PORT if parts.scheme.startswith("http") else _REDIS_PORT
@@ -337,11 +309,7 @@ def describe(job: Mapping[str, Any], found: Connection, redis_url: str | None) -
 
 
 def connect(kubectl: Kubectl, job: Mapping[str, Any], *, show_secret: bool, say: Callable[[str], None]) -> int:
-    """Show how programs within the cluster connect to a job.
-
-    Raises:
-        PluginError: if the job has not published it, or the Secret cannot be read.
-    """
+    """Show how programs within the cluster connect to a job."""
     found = connection_of(job)
     redis_url = read_secret(kubectl, found.secret) if found.secret and show_secret else found.redis_url
     for line in describe(job, found, redis_url):
@@ -367,9 +335,6 @@ def forward(
         port: the port; 0 for a free one.
         show_secret: whether the password of Redis may be shown.
         say: shows a line to the user.
-
-    Raises:
-        PluginError: if there is no such server, or the port cannot be forwarded.
     """
     found = connection_of(job)
     if target == "http" and not found.server_url:
@@ -404,11 +369,7 @@ def forward(
 
 
 def _local_port(process: subprocess.Popen[str]) -> int:
-    """Return the port that kubectl forwards.
-
-    Raises:
-        PluginError: if it forwards none. It has printed the reason.
-    """
+    """Return the port that kubectl forwards."""
     for line in process.stdout or ():
         if match := _FORWARDING.match(line):
             return int(match[1])

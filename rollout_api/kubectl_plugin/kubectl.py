@@ -1,4 +1,7 @@
-"""Runs kubectl with the user's cluster and namespace, and finds RolloutJobs and their pods with it."""
+"""Runs kubectl with the user's cluster and namespace, and finds RolloutJobs and their pods with it.
+
+Whatever runs kubectl raises :class:`PluginError` if kubectl is missing or fails, or if an object does not exist.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,7 @@ class Kubectl:
         return [_PROGRAM, *given, *arguments]
 
     def output(self, *arguments: str) -> str:
-        """Run kubectl and return what it prints.
-
-        Raises:
-            NotFoundError: if the object does not exist.
-            PluginError: if kubectl is missing or fails.
-        """
+        """Run kubectl and return what it prints."""
         return self.read(*arguments).decode(errors="replace")
 
     def read(self, *arguments: str) -> bytes:
@@ -61,20 +59,12 @@ class Kubectl:
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """Return an object, or a list of objects, of the cluster.
-
-        Raises:
-            NotFoundError, PluginError: as :meth:`output`.
-        """
+        """Return an object, or a list of objects, of the cluster."""
         found: dict[str, Any] = json.loads(self.output("get", *arguments, "-o", "json"))
         return found
 
     def show(self, *arguments: str) -> int:
-        """Run kubectl on the user's terminal, and return its exit code; 130 after Ctrl-C.
-
-        Raises:
-            PluginError: if kubectl is missing.
-        """
+        """Run kubectl on the user's terminal, and return its exit code; 130 after Ctrl-C."""
         sys.stdout.flush()
         try:
             return self.run(*arguments).returncode
@@ -82,28 +72,16 @@ class Kubectl:
             return 130
 
     def save(self, file: IO[bytes], *arguments: str) -> int:
-        """Run kubectl, write its output to a file, and return its exit code.
-
-        Raises:
-            PluginError: if kubectl is missing.
-        """
+        """Run kubectl, write its output to a file, and return its exit code."""
         return self.run(*arguments, stdout=file).returncode
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start kubectl, whose output the caller reads.
-
-        Raises:
-            PluginError: if kubectl is missing.
-        """
+        """Start kubectl, whose output the caller reads."""
         self._check_installed()
         return subprocess.Popen(self.command(*arguments), stdout=subprocess.PIPE, text=True)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
-        """Run kubectl with these options of :func:`subprocess.run`.
-
-        Raises:
-            PluginError: if kubectl is missing.
-        """
+        """Run kubectl with these options of :func:`subprocess.run`."""
         self._check_installed()
         return subprocess.run(self.command(*arguments), check=False, **options)
 
@@ -135,11 +113,7 @@ _WAITING_CONDITIONS = ("Accepted", "QuotaReserved", "WorkersReady", "EngineReady
 
 
 def get_job(kubectl: Kubectl, name: str) -> dict[str, Any]:
-    """Return a RolloutJob.
-
-    Raises:
-        PluginError: if it does not exist, with the names of those that do, or if kubectl fails.
-    """
+    """Return a RolloutJob."""
     try:
         return kubectl.get(RESOURCE, name)
     except NotFoundError:
@@ -225,22 +199,14 @@ def selector(job: str, component: str | None = None, slot: int | None = None) ->
 
 
 def list_pods(kubectl: Kubectl, labels: str, *, node: str | None = None) -> list[dict[str, Any]]:
-    """Return the pods with these labels, or those of them on one node.
-
-    Raises:
-        PluginError: if kubectl fails.
-    """
+    """Return the pods with these labels, or those of them on one node."""
     on_node = [] if node is None else [f"--field-selector=spec.nodeName={node}"]
     pods: list[dict[str, Any]] = kubectl.get("pods", "-l", labels, *on_node)["items"]
     return pods
 
 
 def running_head(kubectl: Kubectl, job: Mapping[str, Any]) -> str:
-    """Return the name of the head's pod.
-
-    Raises:
-        PluginError: if no head runs, with the state of the job and the reason.
-    """
+    """Return the name of the head's pod."""
     for pod in list_pods(kubectl, selector(job["metadata"]["name"], HEAD)):
         if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]:
             return str(pod["metadata"]["name"])

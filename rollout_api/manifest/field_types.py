@@ -1,4 +1,4 @@
-"""Types and the base class from which the sections of a manifest are built.
+"""Types and the base class from which the sections of a manifest are built, and texts about invalid fields.
 
 Constraints that JSON Schema cannot express are given twice: as a validator in Python, and as a CEL rule that the
 Kubernetes API server evaluates.
@@ -6,12 +6,23 @@ Kubernetes API server evaluates.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from decimal import Decimal
+from difflib import get_close_matches
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
-
-from rollout_api.manifest.quantity import QUANTITY_PATTERN, parse_quantity
+from pydantic_core import ErrorDetails
 
 DnsLabel = Annotated[
     str,
@@ -36,6 +47,32 @@ JobName = Annotated[
 ]
 """A name short enough that the names of the job's pods and Service, which begin with it, have at most 63 characters
 (RFC 1035)."""
+QUANTITY_PATTERN = r"^([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+"""A number and its suffix, in syntax that both Python's ``re`` and the API server's RE2 accept."""
+
+_QUANTITY = re.compile(QUANTITY_PATTERN)
+_FACTOR = {
+    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** (i + 1) for i, suffix in enumerate(("k", "M", "G", "T", "P", "E"))},
+    **{suffix: Decimal(1024) ** (i + 1) for i, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
+}
+_PREFIX = re.compile(r"^(Value error, |Input )")
+
+
+def parse_quantity(text: str) -> Decimal:
+    """Return the value of a Kubernetes quantity in its base unit (cores or bytes).
+
+    Follows ``resource.Quantity`` of ``k8s.io/apimachinery``, but without exponents and signs, which have no use in a
+    RolloutJob.
+
+    Raises:
+        ValueError: *text* is not a quantity. The message shows the expected form.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity; write a number with an optional suffix, as in 500m or 16Gi")
+    number, suffix = match.groups()
+    return Decimal(number) * _FACTOR.get(suffix or "", Decimal(1))
 
 
 def _require_positive(text: str) -> str:
@@ -75,6 +112,7 @@ class ManifestModel(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,  # descriptions in the CRD
     )
 
 
@@ -109,7 +147,63 @@ Size = Annotated[
 class SecretKey(ManifestModel):
     """One key of a Secret in the job's namespace."""
 
-    name: DnsName = Field(description="Name of the Secret.")
-    key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
-        description="Key within the Secret."
-    )
+    name: DnsName
+    """Name of the Secret."""
+    key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Key within the Secret."""
+
+
+def field_path(parts: tuple[int | str, ...]) -> str:
+    """Return the path of a field, for example ``spec.source.dataset.tasks[1].name``; empty for the whole object."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def error_text(error: ErrorDetails) -> str:
+    """Return what is wrong with a field, to be read after its path."""
+    return _PREFIX.sub("", error["msg"])
+
+
+def unknown_field(model: type[BaseModel], path: tuple[int | str, ...], *, by_alias: bool) -> str:
+    """Return what is wrong with a field that does not exist, and which one may have been meant.
+
+    Args:
+        model: the whole object.
+        path: path of the field in it.
+        by_alias: whether fields are given by their aliases, as in YAML.
+    """
+    names = _field_names(model, path[:-1], by_alias=by_alias)
+    similar = get_close_matches(str(path[-1]), names, n=1)
+    return f"unknown field; did you mean {similar[0]}?" if similar else "unknown field; remove it or correct its name"
+
+
+def first_error(invalid: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first error of an object of class *model*, after the path of its field if it concerns a field."""
+    error = invalid.errors(include_url=False)[0]
+    is_unknown = error["type"] == "extra_forbidden"
+    text = unknown_field(model, error["loc"], by_alias=False) if is_unknown else error_text(error)
+    path = field_path(error["loc"])
+    return f"{path}: {text}" if path else text
+
+
+def _field_names(model: type[BaseModel], path: tuple[int | str, ...], *, by_alias: bool) -> list[str]:
+    """Return the names of the fields of the object at *path*; empty if it has none."""
+    for part in path:
+        if isinstance(part, int):
+            continue  # the elements of a list have the class that was found for the list
+        fields = model.model_fields
+        found = next((field for name, field in fields.items() if part in (name, field.alias)), None)
+        nested = None if found is None else _nested_model(found.annotation)
+        if nested is None:
+            return []
+        model = nested
+    return [(field.alias if by_alias else None) or name for name, field in model.model_fields.items()]
+
+
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model in an annotation such as ``list[Model] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _nested_model(part)) is not None), None)

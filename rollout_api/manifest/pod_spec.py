@@ -1,6 +1,9 @@
 """The sections of a RolloutJob's ``spec`` that describe its pods.
 
-``rollout run`` has no pods. It uses only the number of engines and their resources from these sections.
+``rollout run`` has no pods. It uses only the number of engines and their resources from these sections. On Kubernetes,
+a platform team describes the cluster by runtimes: the kinds ``ClusterRolloutRuntime`` and ``RolloutRuntime``, whose
+``spec`` has those settings of a RolloutJob that depend on the cluster and not on the training. A job names a runtime in
+``spec.runtimeRef``; what the job sets itself takes precedence.
 """
 
 from __future__ import annotations
@@ -46,41 +49,50 @@ _TEMPLATE = (
     "Pod template for settings that have no field of their own. It is merged into the pod by strategic merge, as "
     "kubectl patch does. The container is called {container}."
 )
+CLUSTER_RUNTIME_KIND = "ClusterRolloutRuntime"
+RUNTIME_KIND = "RolloutRuntime"
+RUNTIME_PLURALS = {CLUSTER_RUNTIME_KIND: "clusterrolloutruntimes", RUNTIME_KIND: "rolloutruntimes"}
+"""The kinds of runtimes, and their plurals in URLs of the API server."""
+
+SCALING_FIELDS = frozenset(
+    {"replicas", "min_replicas", "max_replicas", "autoscale", "idle_seconds", "max_pending_replacements"}
+)
+"""Fields of ``workers`` that concern the number of workers, not their pods. Each job sets them itself."""
+
+
+RUNTIME_SECTIONS = ("image", "head", "priority_class_name")
+"""Sections of a job that a runtime may set as a whole. Of ``workers`` and ``model``, it may set only a part."""
 
 
 class Resources(ManifestModel):
     """Resources of one pod. Requests and limits are equal."""
 
-    cpu: Quantity | None = Field(default=None, description="Number of CPU cores.")
-    memory: Quantity | None = Field(default=None, description="Main memory, including /dev/shm.")
+    cpu: Quantity | None = None
+    """Number of CPU cores."""
+    memory: Quantity | None = None
+    """Main memory, including /dev/shm."""
 
 
 class WorkerResources(Resources):
     """Resources of one worker, in addition to its GPUs. Requests and limits are equal."""
 
-    extended: dict[_ExtendedResource, Annotated[int, Field(ge=1, le=1024)]] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="Extended resources other than GPUs and their number, for example rdma/hca: 1.",
-    )
+    extended: dict[_ExtendedResource, Annotated[int, Field(ge=1, le=1024)]] = Field(default_factory=dict, max_length=16)
+    """Extended resources other than GPUs and their number, for example rdma/hca: 1."""
 
 
 class Toleration(ManifestModel):
     """A toleration: allows pods on nodes with a matching taint."""
 
-    key: _LabelKey | None = Field(
-        default=None, description="Key of the taint. Default: all taints (requires operator Exists)."
-    )
-    operator: Literal["Exists", "Equal"] = Field(
-        default="Equal", description="Exists matches any value, Equal only the given one."
-    )
-    value: _LabelValue | None = Field(default=None, description="Value of the taint.")
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Effect of the taint. Default: all effects."
-    )
-    toleration_seconds: int | None = Field(
-        default=None, ge=0, description="Seconds that a pod stays on a node with a NoExecute taint. Default: no limit."
-    )
+    key: _LabelKey | None = None
+    """Key of the taint. Default: all taints (requires operator Exists)."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """Exists matches any value, Equal only the given one."""
+    value: _LabelValue | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. Default: all effects."""
+    toleration_seconds: int | None = Field(default=None, ge=0)
+    """Seconds that a pod stays on a node with a NoExecute taint. Default: no limit."""
 
 
 class Workers(ManifestModel):
@@ -105,84 +117,52 @@ class Workers(ManifestModel):
         )
     )
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Number of workers. kubectl scale changes it.")
-    min_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Number of workers that autoscaling keeps, and with which a queue must admit the job. The job "
-        "samples as soon as one engine is ready. Default: 1.",
-    )
-    max_replicas: int | None = Field(
-        default=None, ge=1, le=1024, description="Maximum number of workers with autoscaling. Default: replicas."
-    )
-    autoscale: bool = Field(
-        default=False,
-        description="Adapt the number of workers to the queued work, between minReplicas and maxReplicas, starting "
-        "with replicas. Idle workers are removed in the tail of a step.",
-    )
-    idle_seconds: int = Field(
-        default=60, ge=1, le=86_400, description="Autoscaling removes a worker that was idle for this many seconds."
-    )
-    pods_per_worker: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Number of pods of each worker. Several pods run one engine together, for a model that does not "
-        "fit into one: tensorParallelSize × pipelineParallelSize must be gpusPerWorker, which are divided equally "
-        "among the pods.",
-    )
-    gpus_per_worker: int = Field(
-        default=1,
-        ge=0,
-        le=1024,
-        description="GPUs of each worker: a multiple of the GPUs of one engine, which are tensorParallelSize × "
-        "pipelineParallelSize. The quotient is the number of engines in the worker. 0 means a CPU worker with one "
-        "engine, of which each pod runs one process.",
-    )
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Number of workers. kubectl scale changes it."""
+    min_replicas: int | None = Field(default=None, ge=1, le=1024)
+    """Number of workers that autoscaling keeps, and with which a queue must admit the job. The job samples as soon as
+    one engine is ready. Default: 1."""
+    max_replicas: int | None = Field(default=None, ge=1, le=1024)
+    """Maximum number of workers with autoscaling. Default: replicas."""
+    autoscale: bool = False
+    """Adapt the number of workers to the queued work, between minReplicas and maxReplicas, starting with replicas. Idle
+    workers are removed in the tail of a step."""
+    idle_seconds: int = Field(default=60, ge=1, le=86_400)
+    """Autoscaling removes a worker that was idle for this many seconds."""
+    pods_per_worker: int = Field(default=1, ge=1, le=64)
+    """Number of pods of each worker. Several pods run one engine together, for a model that does not fit into one:
+    tensorParallelSize × pipelineParallelSize must be gpusPerWorker, which are divided equally among the pods."""
+    gpus_per_worker: int = Field(default=1, ge=0, le=1024)
+    """GPUs of each worker: a multiple of the GPUs of one engine, which are tensorParallelSize × pipelineParallelSize.
+    The quotient is the number of engines in the worker. 0 means a CPU worker with one engine, of which each pod runs
+    one process."""
     gpu_resource: _ExtendedResource | None = Field(
         default=None,
         description="Extended resource of one GPU, for example amd.com/gpu or nvidia.com/mig-3g.40gb. Default: "
         f"{DEFAULT_GPU_RESOURCE}.",
     )
-    device_claim_template: DnsName | None = Field(
-        default=None,
-        description="ResourceClaimTemplate in the job's namespace from which each pod of a worker claims its share of "
-        "gpusPerWorker, by dynamic resource allocation. The pod then requests no extended resource for its GPUs.",
-    )
-    accelerator: _AcceleratorName | None = Field(
-        default=None,
-        description="Required GPU model. Nodes of any model are recognized by the label das.rollout.dev/accelerator; "
-        "those of nvidia-a100, nvidia-h100, nvidia-h200 and nvidia-b200 also by the labels of NVIDIA's GPU feature "
-        "discovery, GKE and Karpenter. Default: any GPU.",
-    )
-    runtime_class_name: DnsName | None = Field(
-        default=None, description="RuntimeClass of the workers, for example nvidia. Default: that of the cluster."
-    )
-    node_selector: dict[_LabelKey, _LabelValue] = Field(
-        default_factory=dict, max_length=64, description="Labels that the node of a worker must have."
-    )
-    tolerations: list[Toleration] = Field(
-        default_factory=list,
-        max_length=64,
-        description="Tolerations of the workers. GPU workers always tolerate the taint of their GPU resource, too, "
-        "and that of its vendor, such as nvidia.com/gpu.",
-    )
+    device_claim_template: DnsName | None = None
+    """ResourceClaimTemplate in the job's namespace from which each pod of a worker claims its share of gpusPerWorker,
+    by dynamic resource allocation. The pod then requests no extended resource for its GPUs."""
+    accelerator: _AcceleratorName | None = None
+    """Required GPU model. Nodes of any model are recognized by the label das.rollout.dev/accelerator; those of
+    nvidia-a100, nvidia-h100, nvidia-h200 and nvidia-b200 also by the labels of NVIDIA's GPU feature discovery, GKE and
+    Karpenter. Default: any GPU."""
+    runtime_class_name: DnsName | None = None
+    """RuntimeClass of the workers, for example nvidia. Default: that of the cluster."""
+    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    """Labels that the node of a worker must have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
+    """Tolerations of the workers. GPU workers always tolerate the taint of their GPU resource, too, and that of its
+    vendor, such as nvidia.com/gpu."""
     resources: WorkerResources = Field(default_factory=WorkerResources)
-    shared_memory: Quantity = Field(default="8Gi", description="Size limit of /dev/shm, which Ray and NCCL use.")
-    drain_seconds: int = Field(
-        default=25,
-        ge=0,
-        le=3600,
-        description="Seconds that running rollouts have to finish when a worker is told to terminate. Then the worker "
-        "hands over the unfinished ones. The grace period of its pod is 20 s longer. rollout run does not wait.",
-    )
-    max_pending_replacements: int = Field(
-        default=4,
-        ge=1,
-        le=1024,
-        description="Maximum number of replacements of lost workers that may be pending at the same time.",
-    )
+    shared_memory: Quantity = "8Gi"
+    """Size limit of /dev/shm, which Ray and NCCL use."""
+    drain_seconds: int = Field(default=25, ge=0, le=3600)
+    """Seconds that running rollouts have to finish when a worker is told to terminate. Then the worker hands over the
+    unfinished ones. The grace period of its pod is 20 s longer. rollout run does not wait."""
+    max_pending_replacements: int = Field(default=4, ge=1, le=1024)
+    """Maximum number of replacements of lost workers that may be pending at the same time."""
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="worker"))
 
     @property
@@ -231,81 +211,62 @@ class Head(ManifestModel):
     """The head pod, which runs the coordinator. It needs no GPU."""
 
     resources: Resources = Field(default_factory=Resources)
-    node_selector: dict[_LabelKey, _LabelValue] = Field(
-        default_factory=dict, max_length=64, description="Labels that the node of the head must have."
-    )
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=64, description="Tolerations of the head.")
+    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    """Labels that the node of the head must have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
+    """Tolerations of the head."""
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="head"))
 
 
 class Server(ManifestModel):
     """The HTTP server, which offers the job under the APIs of OpenAI and vLLM. Without this section, there is none."""
 
-    replicas: int = Field(
-        default=1, ge=1, le=64, description="Number of server pods. Requests may go to any of them, and be repeated."
-    )
-    tokens_secret_name: DnsName | None = Field(
-        default=None,
-        description="Secret with one bearer token per key, of at least 16 characters. Default: no token is required, "
-        "and only pods of the job's namespace may connect.",
-    )
-    max_requests_per_token: int = Field(
-        default=0, ge=0, le=1_000_000, description="Requests that a token may have in progress at each pod; 0: any."
-    )
-    max_model_tokens_per_token: int = Field(
-        default=0,
-        ge=0,
-        le=2**53,
-        description="Tokens of prompts and responses that a token's requests in progress may have at each pod; 0: any.",
-    )
-    tls_secret_name: DnsName | None = Field(
-        default=None, description="Secret of the type kubernetes.io/tls. Default: the server speaks plain HTTP."
-    )
-    args: list[Text] = Field(
-        default_factory=list,
-        max_length=64,
-        description="Further arguments of vLLM's API server, for example --enable-auto-tool-choice and "
-        "--tool-call-parser=hermes.",
-    )
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Number of server pods. Requests may go to any of them, and be repeated."""
+    tokens_secret_name: DnsName | None = None
+    """Secret with one bearer token per key, of at least 16 characters. Default: no token is required, and only pods of
+    the job's namespace may connect."""
+    max_requests_per_token: int = Field(default=0, ge=0, le=1_000_000)
+    """Requests that a token may have in progress at each pod; 0: any."""
+    max_model_tokens_per_token: int = Field(default=0, ge=0, le=2**53)
+    """Tokens of prompts and responses that a token's requests in progress may have at each pod; 0: any."""
+    tls_secret_name: DnsName | None = None
+    """Secret of the type kubernetes.io/tls. Default: the server speaks plain HTTP."""
+    args: list[Text] = Field(default_factory=list, max_length=64)
+    """Further arguments of vLLM's API server, for example --enable-auto-tool-choice and --tool-call-parser=hermes."""
     resources: Resources = Field(default_factory=Resources)
-    node_selector: dict[_LabelKey, _LabelValue] = Field(
-        default_factory=dict, max_length=64, description="Labels that the nodes of the server must have."
-    )
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=64, description="Tolerations of the server.")
+    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    """Labels that the nodes of the server must have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
+    """Tolerations of the server."""
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="server"))
 
 
 class PullSecret(ManifestModel):
     """A Secret with credentials for an image registry."""
 
-    name: DnsName = Field(description="Name of the Secret.")
+    name: DnsName
+    """Name of the Secret."""
 
 
 class Image(ManifestModel):
     """The image of all pods."""
 
-    name: Text | None = Field(
-        default=None, description="Name of the image. Default: the operator's default worker image."
-    )
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="Default: that of Kubernetes, which is Always for the tag latest, else IfNotPresent."
-    )
-    pull_secrets: list[PullSecret] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Secrets in the job's namespace, in addition to those of its service account.",
-    )
+    name: Text | None = None
+    """Name of the image. Default: the operator's default worker image."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """Default: that of Kubernetes, which is Always for the tag latest, else IfNotPresent."""
+    pull_secrets: list[PullSecret] = Field(default_factory=list, max_length=16)
+    """Secrets in the job's namespace, in addition to those of its service account."""
 
 
 class ExitCodes(ManifestModel):
     """A condition on the exit code of a container."""
 
-    operator: Literal["In", "NotIn"] = Field(
-        default="In", description="In: the exit code is one of values. NotIn: it is none of them and not 0."
-    )
-    values: list[Annotated[int, Field(ge=1, le=255)]] = Field(
-        min_length=1, max_length=64, description="Exit codes, for example 137."
-    )
+    operator: Literal["In", "NotIn"] = "In"
+    """In: the exit code is one of values. NotIn: it is none of them and not 0."""
+    values: list[Annotated[int, Field(ge=1, le=255)]] = Field(min_length=1, max_length=64)
+    """Exit codes, for example 137."""
 
 
 class FailureRule(ManifestModel):
@@ -317,21 +278,17 @@ class FailureRule(ManifestModel):
         )
     )
 
-    action: Literal["FailJob", "Replace", "Ignore"] = Field(
-        description="FailJob: the job fails. Replace: the pod is replaced, and the failure counts towards "
-        "backoffLimit. Ignore: the pod is replaced, and the failure does not count."
-    )
-    component: Literal["head", "worker", "prefetch"] | None = Field(
-        default=None, description="Pods to which the rule applies. Default: all."
-    )
-    on_exit_codes: ExitCodes | None = Field(
-        default=None, description="Exit codes of the container that has the component's name."
-    )
+    action: Literal["FailJob", "Replace", "Ignore"]
+    """FailJob: the job fails. Replace: the pod is replaced, and the failure counts towards backoffLimit. Ignore: the
+    pod is replaced, and the failure does not count."""
+    component: Literal["head", "worker", "prefetch"] | None = None
+    """Pods to which the rule applies. Default: all."""
+    on_exit_codes: ExitCodes | None = None
+    """Exit codes of the container that has the component's name."""
     on_reasons: list[Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z]+$")]] = Field(
-        default_factory=list,
-        max_length=20,
-        description="Reasons of the pod or its container, for example OOMKilled or Evicted.",
+        default_factory=list, max_length=20
     )
+    """Reasons of the pod or its container, for example OOMKilled or Evicted."""
 
     @model_validator(mode="after")
     def _require_exactly_one(self) -> Self:
@@ -343,58 +300,42 @@ class FailureRule(ManifestModel):
 class FailurePolicy(ManifestModel):
     """Rules for failed pods. Without a matching rule, a failed pod is replaced."""
 
-    rules: list[FailureRule] = Field(
-        default_factory=list, max_length=20, description="Rules in order; the first one that matches applies."
-    )
+    rules: list[FailureRule] = Field(default_factory=list, max_length=20)
+    """Rules in order; the first one that matches applies."""
 
 
 class Lifecycle(ManifestModel):
     """When a job runs, and for how long."""
 
-    suspend: bool = Field(
-        default=False,
-        description="Remove all pods. Unfinished rollouts are kept in Redis, and the job continues from there when "
-        "this is false again.",
-    )
-    backoff_limit: int = Field(
-        default=6,
-        ge=0,
-        le=10_000,
-        description="Number of pods that may fail within backoffWindowSeconds before the job fails. Pods lost with "
-        "their nodes do not count.",
-    )
-    backoff_window_seconds: int = Field(
-        default=3600,
-        ge=1,
-        le=2**31 - 1,
-        description="Seconds after which a failed pod no longer counts towards backoffLimit, so that rare failures do "
-        "not end a job that runs for weeks.",
-    )
-    ready_timeout_seconds: int = Field(
-        default=3600,
-        ge=60,
-        le=2**31 - 1,
-        description="Seconds for which a pod with a node may not be ready, while its image is pulled, the model is "
-        "downloaded and loaded, or later. Then it is replaced. This does not count towards backoffLimit, but a rule of "
-        "failurePolicy may match its reason, NotReady. The time must be longer than the model's download takes.",
-    )
-    update_strategy: Literal["OnResume", "RollingUpdate"] = Field(
-        default="OnResume",
-        description="When changes of image, head, workers and priorityClassName reach the pods, except for the number "
-        "of workers: when the job is resumed after a suspension, or at once, one worker after the other and then the "
-        "head. The same holds for another default image of the operator.",
-    )
+    suspend: bool = False
+    """Remove all pods. Unfinished rollouts are kept in Redis, and the job continues from there when this is false
+    again."""
+    backoff_limit: int = Field(default=6, ge=0, le=10_000)
+    """Number of pods that may fail within backoffWindowSeconds before the job fails. Pods lost with their nodes do not
+    count."""
+    backoff_window_seconds: int = Field(default=3600, ge=1, le=2**31 - 1)
+    """Seconds after which a failed pod no longer counts towards backoffLimit, so that rare failures do not end a job
+    that runs for weeks."""
+    ready_timeout_seconds: int = Field(default=3600, ge=60, le=2**31 - 1)
+    """Seconds for which a pod with a node may not be ready, while its image is pulled, the model is downloaded and
+    loaded, or later. Then it is replaced. This does not count towards backoffLimit, but a rule of failurePolicy may
+    match its reason, NotReady. The time must be longer than the model's download takes."""
+    update_strategy: Literal["OnResume", "RollingUpdate"] = "OnResume"
+    """When changes of image, head, workers and priorityClassName reach the pods, except for the number of workers: when
+    the job is resumed after a suspension, or at once, one worker after the other and then the head. The same holds for
+    another default image of the operator."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
-    active_deadline_seconds: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**31 - 1,
-        description="The job fails after running for this many seconds, not counting the time during which it was "
-        "suspended. Finished rollouts are kept.",
-    )
-    ttl_seconds_after_finished: int | None = Field(
-        default=None,
-        ge=0,
-        le=2**31 - 1,
-        description="Seconds after its end when the job is deleted. Default: never.",
-    )
+    active_deadline_seconds: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """The job fails after running for this many seconds, not counting the time during which it was suspended. Finished
+    rollouts are kept."""
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    """Seconds after its end when the job is deleted. Default: never."""
+
+
+class RuntimeRef(ManifestModel):
+    """The runtime from which a job takes what it does not set itself. ``rollout run`` ignores it."""
+
+    name: DnsName
+    """Name of the runtime."""
+    kind: Literal["ClusterRolloutRuntime", "RolloutRuntime"] = "ClusterRolloutRuntime"
+    """Kind of the runtime; a RolloutRuntime is in the namespace of the job."""

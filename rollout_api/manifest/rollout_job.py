@@ -15,10 +15,19 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
-from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
-from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Server, Workers
-from rollout_api.manifest.quantity import parse_quantity
-from rollout_api.manifest.runtime import RuntimeRef
+from rollout_api.manifest.field_types import (
+    DnsLabel,
+    DnsName,
+    JobName,
+    ManifestModel,
+    Text,
+    cel_rules,
+    error_text,
+    field_path,
+    parse_quantity,
+    unknown_field,
+)
+from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, RuntimeRef, Server, Workers
 from rollout_api.manifest.spec import (
     Engine,
     History,
@@ -30,7 +39,6 @@ from rollout_api.manifest.spec import (
     Speculation,
     Weights,
 )
-from rollout_api.manifest.validation_errors import error_text, field_path, unknown_field
 from rollout_api.redis_client.address import without_password
 
 GROUP = "das.rollout.dev"
@@ -145,7 +153,8 @@ class RolloutJobSpec(ManifestModel):
     history: History = Field(default_factory=History)
     redis: Redis = Field(default_factory=Redis)
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)
-    priority_class_name: DnsName | None = Field(default=None, description="PriorityClass of the job's pods.")
+    priority_class_name: DnsName | None = None
+    """PriorityClass of the job's pods."""
     managed_by: Text | None = Field(
         default=None,
         description=f"Controller that runs the job, if it is another one, such as MultiKueue. Default: {OPERATOR}.",

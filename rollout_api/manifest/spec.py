@@ -45,16 +45,17 @@ _RESERVED_SETTINGS = ("seed", "size")
 class Task(ManifestModel):
     """One family of problems in a dataset source."""
 
-    name: DnsLabel = Field(description="Name of the entry, unique within the list.")
-    generator: Annotated[str, StringConstraints(min_length=1, max_length=253)] = Field(
-        description="Name of the reasoning-gym dataset that generates the problems, for example chain_sum.",
-    )
-    problems: int = Field(default=8, ge=1, le=100_000, description="Number of problems to generate.")
+    name: DnsLabel
+    """Name of the entry, unique within the list."""
+    generator: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    """Name of the reasoning-gym dataset that generates the problems, for example chain_sum."""
+    problems: int = Field(default=8, ge=1, le=100_000)
+    """Number of problems to generate."""
     config: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Settings of the generator, passed on unchanged.",
         json_schema_extra={"not": {"anyOf": [{"required": [name]} for name in _RESERVED_SETTINGS]}},
     )
+    """Settings of the generator, passed on unchanged."""
 
     @field_validator("config")
     @classmethod
@@ -77,11 +78,9 @@ class Environment(ManifestModel):
         json_schema_extra=cel_rules(("has(self.verifiers) != has(self.entryPoint)", _ONE_ENVIRONMENT))
     )
 
-    verifiers: Text | None = Field(
-        default=None,
-        description="Id of an environment of Prime Intellect's verifiers, which verifiers.load_environment loads. The "
-        "package verifiers and the environment have to be installed in the image.",
-    )
+    verifiers: Text | None = None
+    """Id of an environment of Prime Intellect's verifiers, which verifiers.load_environment loads. The package
+    verifiers and the environment have to be installed in the image."""
     entry_point: (
         Annotated[
             str,
@@ -91,37 +90,23 @@ class Environment(ManifestModel):
             ),
         ]
         | None
-    ) = Field(
-        default=None,
-        description="A function that returns an environment (rollout_api.environment), as MODULE:FUNCTION, for example "
-        "my_package.my_module:make_environment. The module is imported from the packages of the image, from "
-        "PYTHONPATH, or from the working directory.",
-    )
-    args: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        max_length=64,
-        description="Keyword arguments with which the environment is created; at most 16Ki as JSON.",
-    )
-    python: Annotated[str, StringConstraints(max_length=1024, pattern=r"^/")] | None = Field(
-        default=None,
-        description="Python interpreter of the environment's process, for example that of a virtual environment in the "
-        "image, if the environment needs other versions of packages than the worker. Default: the worker's.",
-    )
-    max_problems: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="Use only this many problems, the first ones. Default: all."
-    )
-    timeout_seconds: int = Field(
-        default=600,
-        ge=1,
-        le=86_400,
-        description="Time limit for loading the environment, and for what the environment itself computes for one "
-        "rollout. The time in which the model samples does not count.",
-    )
-    memory_limit: Size = Field(
-        default="4Gi",
-        description="Memory limit of the environment's process and its child processes together. On Kubernetes, the "
-        "head requests this much memory in addition, unless head.resources sets its memory.",
-    )
+    ) = None
+    """A function that returns an environment (rollout_api.environment), as MODULE:FUNCTION, for example
+    my_package.my_module:make_environment. The module is imported from the packages of the image, from PYTHONPATH, or
+    from the working directory."""
+    args: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+    """Keyword arguments with which the environment is created; at most 16Ki as JSON."""
+    python: Annotated[str, StringConstraints(max_length=1024, pattern=r"^/")] | None = None
+    """Python interpreter of the environment's process, for example that of a virtual environment in the image, if the
+    environment needs other versions of packages than the worker. Default: the worker's."""
+    max_problems: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Use only this many problems, the first ones. Default: all."""
+    timeout_seconds: int = Field(default=600, ge=1, le=86_400)
+    """Time limit for loading the environment, and for what the environment itself computes for one rollout. The time in
+    which the model samples does not count."""
+    memory_limit: Size = "4Gi"
+    """Memory limit of the environment's process and its child processes together. On Kubernetes, the head requests this
+    much memory in addition, unless head.resources sets its memory."""
 
     @field_validator("args")
     @classmethod
@@ -166,20 +151,17 @@ class DatasetSource(ManifestModel):
         default=None,
         min_length=1,
         max_length=64,
-        description="Families of generated problems, with different names.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    environment: Environment | None = Field(
-        default=None, description="Environment of verifiers or of your own, which provides problems and rewards."
-    )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed with which the problems of tasks are generated.")
-    epochs: int = Field(default=1, ge=1, le=10_000, description="Number of passes over all problems.")
-    checkpoints: list[Text] = Field(
-        default_factory=list,
-        max_length=10_000,
-        description="Model of each epoch, in order, in the same form as model.uri. If empty, model.uri is used for "
-        "all.",
-    )
+    """Families of generated problems, with different names."""
+    environment: Environment | None = None
+    """Environment of verifiers or of your own, which provides problems and rewards."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed with which the problems of tasks are generated."""
+    epochs: int = Field(default=1, ge=1, le=10_000)
+    """Number of passes over all problems."""
+    checkpoints: list[Text] = Field(default_factory=list, max_length=10_000)
+    """Model of each epoch, in order, in the same form as model.uri. If empty, model.uri is used for all."""
 
     @field_validator("tasks")
     @classmethod
@@ -222,8 +204,10 @@ class Source(ManifestModel):
         json_schema_extra=cel_rules(("has(self.dataset) != has(self.trainer)", "name either dataset or trainer"))
     )
 
-    dataset: DatasetSource | None = Field(default=None, description="Sample the problems of a dataset for some epochs.")
-    trainer: TrainerSource | None = Field(default=None, description="Serve external trainers until they close the job.")
+    dataset: DatasetSource | None = None
+    """Sample the problems of a dataset for some epochs."""
+    trainer: TrainerSource | None = None
+    """Serve external trainers until they close the job."""
 
     @model_validator(mode="after")
     def _require_exactly_one(self) -> Self:
@@ -235,54 +219,42 @@ class Source(ManifestModel):
 class ModelCache(ManifestModel):
     """Where pods keep models. ``rollout run`` uses ``--model-cache`` instead."""
 
-    persistent_volume_claim: DnsName | None = Field(
-        default=None,
-        description="PersistentVolumeClaim that all pods of the job mount. Default: each pod downloads into its own "
-        "volume.",
-    )
-    size_limit: Quantity | None = Field(default=None, description="Size limit of the volume of a pod that has its own.")
-    prefetch: bool = Field(
-        default=False,
-        description="Download the model into the claim once, by a pod of its own, before the head and the workers are "
-        "created. They mount the claim read-only.",
-    )
+    persistent_volume_claim: DnsName | None = None
+    """PersistentVolumeClaim that all pods of the job mount. Default: each pod downloads into its own volume."""
+    size_limit: Quantity | None = None
+    """Size limit of the volume of a pod that has its own."""
+    prefetch: bool = False
+    """Download the model into the claim once, by a pod of its own, before the head and the workers are created. They
+    mount the claim read-only."""
 
 
 class Model(ManifestModel):
     """The model that is sampled."""
 
-    uri: Text = Field(
-        description="An absolute directory or file:// URI, a directory of the model cache (das/tiny-qwen3), or a "
-        "Hugging Face model id (Qwen/Qwen3-8B).",
-    )
-    revision: Text | None = Field(default=None, description="Branch, tag or commit of a Hugging Face model.")
-    token_secret_ref: SecretKey | None = Field(
-        default=None,
-        description="Secret with a Hugging Face token, for gated models. rollout run uses HF_TOKEN instead.",
-    )
+    uri: Text
+    """An absolute directory or file:// URI, a directory of the model cache (das/tiny-qwen3), or a Hugging Face model id
+    (Qwen/Qwen3-8B)."""
+    revision: Text | None = None
+    """Branch, tag or commit of a Hugging Face model."""
+    token_secret_ref: SecretKey | None = None
+    """Secret with a Hugging Face token, for gated models. rollout run uses HF_TOKEN instead."""
     cache: ModelCache = Field(default_factory=ModelCache)
 
 
 class Weights(ManifestModel):
     """Where weights may be loaded from while the job runs."""
 
-    persistent_volume_claim: DnsName | None = Field(
-        default=None,
-        description="PersistentVolumeClaim that all pods mount at /weights, for weights that a trainer publishes "
-        "there.",
-    )
+    persistent_volume_claim: DnsName | None = None
+    """PersistentVolumeClaim that all pods mount at /weights, for weights that a trainer publishes there."""
     allowed_roots: list[Annotated[str, StringConstraints(max_length=1024, pattern=r"^/")]] = Field(
-        default_factory=list,
-        max_length=64,
-        description="Absolute directories from which checkpoints and published weights may be loaded, in addition to "
-        "the model cache, the directory of model.uri and /weights.",
+        default_factory=list, max_length=64
     )
-    transfer: Literal["auto", "nccl", "sparse_nccl", "ipc", "none"] = Field(
-        default="auto",
-        description="vLLM's backend for weights that a trainer sends from its memory; auto: nccl; none: they are "
-        "refused. CPU workers always use gloo. Engines connect to the address that the trainer names. With ipc, they "
-        "also unpickle what it sends.",
-    )
+    """Absolute directories from which checkpoints and published weights may be loaded, in addition to the model cache,
+    the directory of model.uri and /weights."""
+    transfer: Literal["auto", "nccl", "sparse_nccl", "ipc", "none"] = "auto"
+    """vLLM's backend for weights that a trainer sends from its memory; auto: nccl; none: they are refused. CPU workers
+    always use gloo. Engines connect to the address that the trainer names. With ipc, they also unpickle what it
+    sends."""
 
     @field_validator("allowed_roots", mode="before")
     @classmethod
@@ -314,75 +286,44 @@ class Engine(ManifestModel):
         )
     )
 
-    max_model_len: int = Field(
-        default=4096, ge=16, le=10_000_000, description="Maximum number of tokens of a prompt and its response."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Data type of weights and activations. auto uses that of the checkpoint."
-    )
-    tensor_parallel_size: int = Field(
-        default=1, ge=1, le=64, description="Number of GPUs among which each layer is divided."
-    )
-    pipeline_parallel_size: int = Field(
-        default=1, ge=1, le=64, description="Number of groups of GPUs among which the layers are divided."
-    )
-    enable_expert_parallel: bool = Field(
-        default=False,
-        description="Divide whole experts of a mixture-of-experts model, instead of every expert, among the GPUs of "
-        "tensorParallelSize.",
-    )
-    quantization: _VllmName | None = Field(
-        default=None,
-        description="vLLM's name of a quantization method, for example fp8, to quantize weights when they are loaded. "
-        "It changes the model that is sampled. Default: that of the checkpoint.",
-    )
-    max_num_seqs: int = Field(
-        default=128, ge=1, le=4096, description="Maximum number of rollouts that one engine decodes at the same time."
-    )
-    max_lora_rank: int = Field(
-        default=0,
-        ge=0,
-        le=512,
-        description="Maximum rank of LoRA adapters that may be published as weights; 0 means that none may.",
-    )
-    kv_cache_memory: Quantity | None = Field(
-        default=None,
-        description="Memory for the KV cache. Default: what vLLM finds free (1Gi on a CPU worker).",
-    )
-    kv_cache_dtype: _VllmName = Field(
-        default="auto",
-        description="vLLM's name of the data type of the KV cache, for example fp8, fp8_e4m3 or fp8_e5m2. A type with "
-        "less precision than the model's changes the model that is sampled. auto uses that of the model.",
-    )
-    gpu_memory_utilization_percentage: int | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="Percentage of a GPU's memory that an engine uses for weights, activations and KV cache. Default: "
-        "vLLM's (92 in vLLM 0.32).",
-    )
-    checkpoint_tokens: int = Field(
-        default=256,
-        ge=32,
-        le=65_536,
-        description="Tokens between two checkpoints of a partial rollout. At most this many tokens, and those of one "
-        "decoding step, are sampled again after an engine was lost.",
-    )
-    logprobs_mode: Literal["processed", "raw"] = Field(
-        default="processed",
-        description="Log-probabilities of sampled tokens: processed are those of the distribution from which they were "
-        "sampled, after temperature, filters and penalties; raw are those of the model before all of this.",
-    )
-    enforce_eager: bool = Field(
-        default=False, description="Skip compilation and CUDA graphs. The engine starts sooner but decodes more slowly."
-    )
-    extra_args: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        max_length=64,
-        description="Further arguments of vLLM's AsyncEngineArgs by name, for example max_num_batched_tokens: 8192; "
-        "at most 16Ki as JSON. Arguments that have a field of their own, or that would break what das-rollout "
-        "guarantees, are rejected with the reason.",
-    )
+    max_model_len: int = Field(default=4096, ge=16, le=10_000_000)
+    """Maximum number of tokens of a prompt and its response."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and activations. auto uses that of the checkpoint."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Number of GPUs among which each layer is divided."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Number of groups of GPUs among which the layers are divided."""
+    enable_expert_parallel: bool = False
+    """Divide whole experts of a mixture-of-experts model, instead of every expert, among the GPUs of
+    tensorParallelSize."""
+    quantization: _VllmName | None = None
+    """vLLM's name of a quantization method, for example fp8, to quantize weights when they are loaded. It changes the
+    model that is sampled. Default: that of the checkpoint."""
+    max_num_seqs: int = Field(default=128, ge=1, le=4096)
+    """Maximum number of rollouts that one engine decodes at the same time."""
+    max_lora_rank: int = Field(default=0, ge=0, le=512)
+    """Maximum rank of LoRA adapters that may be published as weights; 0 means that none may."""
+    kv_cache_memory: Quantity | None = None
+    """Memory for the KV cache. Default: what vLLM finds free (1Gi on a CPU worker)."""
+    kv_cache_dtype: _VllmName = "auto"
+    """vLLM's name of the data type of the KV cache, for example fp8, fp8_e4m3 or fp8_e5m2. A type with less precision
+    than the model's changes the model that is sampled. auto uses that of the model."""
+    gpu_memory_utilization_percentage: int | None = Field(default=None, ge=1, le=100)
+    """Percentage of a GPU's memory that an engine uses for weights, activations and KV cache. Default: vLLM's (92 in
+    vLLM 0.32)."""
+    checkpoint_tokens: int = Field(default=256, ge=32, le=65_536)
+    """Tokens between two checkpoints of a partial rollout. At most this many tokens, and those of one decoding step,
+    are sampled again after an engine was lost."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Log-probabilities of sampled tokens: processed are those of the distribution from which they were sampled, after
+    temperature, filters and penalties; raw are those of the model before all of this."""
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs. The engine starts sooner but decodes more slowly."""
+    extra_args: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+    """Further arguments of vLLM's AsyncEngineArgs by name, for example max_num_batched_tokens: 8192; at most 16Ki as
+    JSON. Arguments that have a field of their own, or that would break what das-rollout guarantees, are rejected with
+    the reason."""
 
     @field_validator("enable_expert_parallel")
     @classmethod
@@ -430,94 +371,56 @@ class Sampling(ManifestModel):
         json_schema_extra=cel_rules(("self.minTokens <= self.maxTokens", "minTokens must not be more than maxTokens"))
     )
 
-    n: int = Field(
-        default=8,
-        ge=1,
-        le=4096,
-        # YAML 1.1, which kubectl and Helm read, takes the key n for the boolean false.
-        alias="rolloutsPerPrompt",
-        description="Number of rollouts per prompt, which form a group.",
-    )
-    temperature: float = Field(
-        default=1.0, ge=0.0, le=10.0, description="Sampling temperature; 0 means greedy decoding."
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=1.0,
-        description="Probability mass of the most likely tokens that are kept; 1 keeps all tokens.",
-    )
-    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens that are kept; 0 keeps all.")
-    min_p: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Minimum probability of a token, relative to the most likely one. Engines with speculation do not "
-        "support it.",
-    )
-    max_tokens: int = Field(default=1024, ge=1, description="Maximum number of tokens of a response.")
-    min_tokens: int = Field(default=0, ge=0, description="Number of tokens before which a response cannot end.")
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(
-        default_factory=list, max_length=64, description="Strings that end a response."
-    )
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="Tokens that end a response, in addition to the model's own."
-    )
-    ignore_eos: bool = Field(
-        default=False, description="Continue responses behind the model's own end tokens, for example in benchmarks."
-    )
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="If not empty, only these tokens are sampled."
-    )
-    presence_penalty: float = Field(
-        default=0.0, ge=-2.0, le=2.0, description="Penalty for tokens that occurred before in the response."
-    )
-    frequency_penalty: float = Field(
-        default=0.0, ge=-2.0, le=2.0, description="Penalty for each earlier occurrence of a token in the response."
-    )
-    repetition_penalty: float = Field(
-        default=1.0, gt=0.0, le=10.0, description="Divisor of the logits of tokens that occurred before."
-    )
-    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict,
-        description="Token id → value added to its logit. Engines with speculation do not support it.",
-    )
-    logprobs: bool = Field(default=False, description="Return the behavior log-probability of each sampled token.")
-    top_logprobs: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_TOP_LOGPROBS,
-        description="Also return the log-probabilities of this many most likely tokens at each position. It implies "
-        "logprobs.",
-    )
-    prompt_logprobs: bool = Field(
-        default=False,
-        description="Return the log-probability of each prompt token but the first, under the model's distribution "
-        "without temperature and filters. The prompt is then not read from the prefix cache.",
-    )
-    top_prompt_logprobs: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_TOP_LOGPROBS,
-        description="Also return the log-probabilities of this many most likely tokens at each position of the prompt "
-        "but the first. It implies promptLogprobs.",
-    )
+    n: int = Field(default=8, ge=1, le=4096, alias="rolloutsPerPrompt")
+    """Number of rollouts per prompt, which form a group."""
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    """Sampling temperature; 0 means greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Probability mass of the most likely tokens that are kept; 1 keeps all tokens."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens that are kept; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Minimum probability of a token, relative to the most likely one. Engines with speculation do not support it."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Maximum number of tokens of a response."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Number of tokens before which a response cannot end."""
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list, max_length=64)
+    """Strings that end a response."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Tokens that end a response, in addition to the model's own."""
+    ignore_eos: bool = False
+    """Continue responses behind the model's own end tokens, for example in benchmarks."""
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """If not empty, only these tokens are sampled."""
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Penalty for tokens that occurred before in the response."""
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Penalty for each earlier occurrence of a token in the response."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    """Divisor of the logits of tokens that occurred before."""
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
+    """Token id → value added to its logit. Engines with speculation do not support it."""
+    logprobs: bool = False
+    """Return the behavior log-probability of each sampled token."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Also return the log-probabilities of this many most likely tokens at each position. It implies logprobs."""
+    prompt_logprobs: bool = False
+    """Return the log-probability of each prompt token but the first, under the model's distribution without temperature
+    and filters. The prompt is then not read from the prefix cache."""
+    top_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Also return the log-probabilities of this many most likely tokens at each position of the prompt but the first.
+    It implies promptLogprobs."""
     kept_tokens: bool = Field(
         default=False,
         description="Return the token ids among which the token at each position was sampled: those that topK, topP "
         f"and the other settings keep. It needs a temperature above 0 and a topK from 1 to {MAX_KEPT_TOP_K}.",
     )
-    routed_experts: bool = Field(
-        default=False,
-        description="Return the experts of a mixture-of-experts model to which each token was routed. It needs "
-        "engine.extraArgs: {enable_return_routed_experts: true} and vLLM's V2 model runner.",
-    )
-    seed: int | None = Field(
-        default=None,
-        ge=0,
-        lt=2**31,
-        description="Seed of the random streams. Drafting changes the sampled tokens, but not the output distribution.",
-    )
+    routed_experts: bool = False
+    """Return the experts of a mixture-of-experts model to which each token was routed. It needs engine.extraArgs:
+    {enable_return_routed_experts: true} and vLLM's V2 model runner."""
+    seed: int | None = Field(default=None, ge=0, lt=2**31)
+    """Seed of the random streams. Drafting changes the sampled tokens, but not the output distribution."""
 
     @field_validator("min_tokens")
     @classmethod
@@ -560,16 +463,12 @@ class Sampling(ManifestModel):
 class Queue(ManifestModel):
     """Limits of what may be queued."""
 
-    max_rollouts: int = Field(
-        default=100_000,
-        ge=1,
-        description="Maximum number of open rollouts of all clients. Further requests wait in Redis.",
-    )
-    max_request_bytes: Quantity = Field(default="512Ki", description="Maximum size of an encoded request.")
-    max_unread_results: Quantity = Field(
-        default="256Mi",
-        description="Size of a client's unread results above which no further rollouts of this client are started.",
-    )
+    max_rollouts: int = Field(default=100_000, ge=1)
+    """Maximum number of open rollouts of all clients. Further requests wait in Redis."""
+    max_request_bytes: Quantity = "512Ki"
+    """Maximum size of an encoded request."""
+    max_unread_results: Quantity = "256Mi"
+    """Size of a client's unread results above which no further rollouts of this client are started."""
 
 
 def _false_to_off(value: object) -> object:
@@ -580,35 +479,27 @@ def _false_to_off(value: object) -> object:
 class Speculation(ManifestModel):
     """How rollouts are drafted."""
 
-    policy: Annotated[Literal["marginal", "fixed", "unlimited", "off"], BeforeValidator(_false_to_off)] = Field(
-        default="marginal",
-        description="Draft policy. marginal drafts a token if it is expected to save the batch more time than "
-        "verifying it costs. fixed drafts maxDraftTokens for every rollout, and unlimited drafts up to 64. With all of "
-        "these, the governor disables drafting that does not pay. off "
-        'disables drafting; write "off" in quotes, because kubectl reads it as false otherwise.',
-    )
-    max_draft_tokens: int = Field(
-        default=16, ge=1, le=64, description="Maximum number of draft tokens per rollout and step."
-    )
-    window: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Number of generations whose rollouts are kept and drafted from, counted per problem: the newest "
-        "ones in which the problem was sampled.",
-    )
-    index_bytes: Size = Field(
-        default="2Gi",
-        description="Maximum size of an engine's suffix index in memory. Rollouts of the history take about 6 to 8 "
-        "bytes per token, and the texts of running rollouts about 50 to 100. When the index is full, the problems that "
-        "were drafted for least recently are evicted. They are read from Redis again when their rollouts start.",
-    )
+    policy: Annotated[Literal["marginal", "fixed", "unlimited", "off"], BeforeValidator(_false_to_off)] = "marginal"
+    """Draft policy. marginal drafts a token if it is expected to save the batch more time than verifying it costs.
+    fixed drafts maxDraftTokens for every rollout, and unlimited drafts up to 64. With all of these, the governor
+    disables drafting that does not pay. off disables drafting; write "off" in quotes, because kubectl reads it as false
+    otherwise."""
+    max_draft_tokens: int = Field(default=16, ge=1, le=64)
+    """Maximum number of draft tokens per rollout and step."""
+    window: int = Field(default=16, ge=1, le=1024)
+    """Number of generations whose rollouts are kept and drafted from, counted per problem: the newest ones in which the
+    problem was sampled."""
+    index_bytes: Size = "2Gi"
+    """Maximum size of an engine's suffix index in memory. Rollouts of the history take about 6 to 8 bytes per token,
+    and the texts of running rollouts about 50 to 100. When the index is full, the problems that were drafted for least
+    recently are evicted. They are read from Redis again when their rollouts start."""
 
 
 class SecretUrl(ManifestModel):
     """A reference to a Redis URL in a Secret."""
 
-    secret_key_ref: SecretKey = Field(description="Secret and key with the URL, including credentials.")
+    secret_key_ref: SecretKey
+    """Secret and key with the URL, including credentials."""
 
 
 _NO_CREDENTIALS = "!self.contains('@') && !self.matches('[?&](sentinel_|ssl_)?(password|username)=')"
@@ -687,23 +578,17 @@ class Redis(_RedisServer):
         )
     )
 
-    url: _ServerUrl | None = Field(
-        default=None,
-        description="URL without credentials: redis://, rediss:// (with TLS), unix://, or "
-        "redis+sentinel://HOST,HOST,…/SERVICE (rediss+sentinel:// with TLS). Default: on Kubernetes, a Redis user of "
-        "the job's own (managed) if the chart runs rollout-redis-users, else the key url of the Secret rollout-redis; "
-        "with rollout run, a server that the job starts.",
-    )
-    url_from: SecretUrl | None = Field(
-        default=None,
-        description="Secret with the URL. rollout run uses --redis or ROLLOUT_REDIS_URL instead.",
-    )
-    managed: bool = Field(
-        default=False,
-        description="Use a Redis user that can access only this job and its history. rollout-redis-users creates it "
-        "and stores its URL in the Secret <job>-redis. Only on Kubernetes, where the chart runs rollout-redis-users; "
-        "there it is the default (redisUsers.byDefault) if neither url nor urlFrom is set.",
-    )
+    url: _ServerUrl | None = None
+    """URL without credentials: redis://, rediss:// (with TLS), unix://, or redis+sentinel://HOST,HOST,…/SERVICE
+    (rediss+sentinel:// with TLS). Default: on Kubernetes, a Redis user of the job's own (managed) if the chart runs
+    rollout-redis-users, else the key url of the Secret rollout-redis; with rollout run, a server that the job
+    starts."""
+    url_from: SecretUrl | None = None
+    """Secret with the URL. rollout run uses --redis or ROLLOUT_REDIS_URL instead."""
+    managed: bool = False
+    """Use a Redis user that can access only this job and its history. rollout-redis-users creates it and stores its URL
+    in the Secret <job>-redis. Only on Kubernetes, where the chart runs rollout-redis-users; there it is the default
+    (redisUsers.byDefault) if neither url nor urlFrom is set."""
 
     @model_validator(mode="after")
     def _require_no_url_if_managed(self) -> Self:
@@ -715,33 +600,22 @@ class Redis(_RedisServer):
 class HistoryRedis(_RedisServer):
     """A separate Redis server or Redis Cluster for the history. The job's messages stay on the server of ``redis``."""
 
-    url: _HistoryUrl | None = Field(
-        default=None,
-        description="URL without credentials, in the same form as redis.url, or redis+cluster:// or rediss+cluster://. "
-        "Default: the server of the job's messages.",
-    )
-    url_from: SecretUrl | None = Field(
-        default=None,
-        description="Secret with the URL. rollout run uses --history-redis or ROLLOUT_HISTORY_REDIS_URL instead.",
-    )
+    url: _HistoryUrl | None = None
+    """URL without credentials, in the same form as redis.url, or redis+cluster:// or rediss+cluster://. Default: the
+    server of the job's messages."""
+    url_from: SecretUrl | None = None
+    """Secret with the URL. rollout run uses --history-redis or ROLLOUT_HISTORY_REDIS_URL instead."""
 
 
 class History(ManifestModel):
     """The history that the job drafts from and appends to. It outlives jobs and may be shared by several."""
 
-    name: DnsLabel | None = Field(
-        default=None, description="Name of the history within the namespace. Default: the job's name."
-    )
-    redis: HistoryRedis = Field(
-        default_factory=HistoryRedis,
-        description="Redis server of the history, if it is not that of the job's messages.",
-    )
-    max_bytes: Size = Field(
-        default="1Gi",
-        description="Byte cap of the history in Redis. Above it, the oldest generations of all problems are deleted "
-        "first, and once each problem has one generation left, the least recently used problems.",
-    )
-    allow_model_mismatch: bool = Field(
-        default=False,
-        description="Accept a history that was created with another model of the same tokenizer.",
-    )
+    name: DnsLabel | None = None
+    """Name of the history within the namespace. Default: the job's name."""
+    redis: HistoryRedis = Field(default_factory=HistoryRedis)
+    """Redis server of the history, if it is not that of the job's messages."""
+    max_bytes: Size = "1Gi"
+    """Byte cap of the history in Redis. Above it, the oldest generations of all problems are deleted first, and once
+    each problem has one generation left, the least recently used problems."""
+    allow_model_mismatch: bool = False
+    """Accept a history that was created with another model of the same tokenizer."""

@@ -66,8 +66,10 @@ class Condition(ManifestModel):
 
     type: ConditionType
     status: Literal["True", "False", "Unknown"]
-    reason: str = Field(description="Reason of the last transition, in CamelCase, for programs.")
-    message: str = Field(default="", description="Explanation for people.")
+    reason: str
+    """Reason of the last transition, in CamelCase, for programs."""
+    message: str = ""
+    """Explanation for people."""
     last_transition_time: str = Field(json_schema_extra={"format": "date-time"})
     observed_generation: int = Field(default=0, ge=0)
 
@@ -75,73 +77,90 @@ class Condition(ManifestModel):
 class WorkersStatus(ManifestModel):
     """The worker pods."""
 
-    desired: int = Field(default=0, ge=0, description="Number of workers that there should be.")
-    requested: int | None = Field(
-        default=None, ge=1, description="Value of spec.workers.replicas from which desired was derived."
-    )
-    replicas: int = Field(default=0, ge=0, description="Number of worker pods.")
-    ready: int = Field(default=0, ge=0, description="Number of ready worker pods.")
-    gpus: int = Field(default=0, ge=0, description="Number of GPUs of the worker pods.")
-    slots_used: int = Field(
-        default=0,
-        ge=0,
-        description="Number of slots that ever had a worker; a new pod in such a slot is a replacement.",
-    )
-    summary: str = Field(default="", description="ready/desired, for kubectl get.")
-    selector: str = Field(
-        default="", description="Label selector of the worker pods, for kubectl scale and autoscalers."
-    )
+    desired: int = Field(default=0, ge=0)
+    """Number of workers that there should be."""
+    requested: int | None = Field(default=None, ge=1)
+    """Value of spec.workers.replicas from which desired was derived."""
+    replicas: int = Field(default=0, ge=0)
+    """Number of worker pods."""
+    ready: int = Field(default=0, ge=0)
+    """Number of ready worker pods."""
+    gpus: int = Field(default=0, ge=0)
+    """Number of GPUs of the worker pods."""
+    slots_used: int = Field(default=0, ge=0)
+    """Number of slots that ever had a worker; a new pod in such a slot is a replacement."""
+    summary: str = ""
+    """ready/desired, for kubectl get."""
+    selector: str = ""
+    """Label selector of the worker pods, for kubectl scale and autoscalers."""
 
 
 class ProgressStatus(ManifestModel):
     """The progress of the job, as last reported by its head."""
 
-    done: int = Field(default=0, ge=0, description="Number of finished rollouts.")
-    total: int | None = Field(default=None, ge=0, description="Number of rollouts of a dataset source in all epochs.")
-    open: int = Field(default=0, ge=0, description="Number of rollouts that were requested and have not finished.")
-    epoch: int | None = Field(default=None, ge=0, description="Current epoch of a dataset source, from 1.")
-    weight_version: int = Field(default=0, ge=0, description="Weight version that the engines should serve.")
-    tokens: int = Field(default=0, ge=0, description="Response tokens of finished rollouts.")
-    tokens_per_second: int = Field(default=0, ge=0, description="Response tokens per second over the last ten seconds.")
-    accepted_per_step: str | None = Field(default=None, description="Accepted draft tokens per decoding step.")
-    seconds_left: int | None = Field(
-        default=None, ge=0, description="Estimated seconds until all open requests are answered."
-    )
-    summary: str = Field(default="", description="done/total, or done without a total.")
+    done: int = Field(default=0, ge=0)
+    """Number of finished rollouts."""
+    total: int | None = Field(default=None, ge=0)
+    """Number of rollouts of a dataset source in all epochs."""
+    open: int = Field(default=0, ge=0)
+    """Number of rollouts that were requested and have not finished."""
+    epoch: int | None = Field(default=None, ge=0)
+    """Current epoch of a dataset source, from 1."""
+    weight_version: int = Field(default=0, ge=0)
+    """Weight version that the engines should serve."""
+    tokens: int = Field(default=0, ge=0)
+    """Response tokens of finished rollouts."""
+    tokens_per_second: int = Field(default=0, ge=0)
+    """Response tokens per second over the last ten seconds."""
+    accepted_per_step: str | None = None
+    """Accepted draft tokens per decoding step."""
+    seconds_left: int | None = Field(default=None, ge=0)
+    """Estimated seconds until all open requests are answered."""
+    summary: str = ""
+    """done/total, or done without a total."""
 
 
 class EnvironmentErrors(ManifestModel):
     """Rollouts that got no reward from the environment of a dataset source, for one type of reason."""
 
-    type: str = Field(description="exception, reward, timeout, memory, exit, sampling or unavailable.")
-    count: int = Field(ge=0, description="Number of rollouts.")
-    problem: str = Field(default="", description="Problem of the first of them.")
-    message: str = Field(default="", description="What has happened there.")
+    type: str
+    """exception, reward, timeout, memory, exit, sampling or unavailable."""
+    count: int = Field(ge=0)
+    """Number of rollouts."""
+    problem: str = ""
+    """Problem of the first of them."""
+    message: str = ""
+    """What has happened there."""
 
 
 class PodGroup(ManifestModel):
     """The head and the workers that Kueue admits as a whole, until the job is suspended or ends."""
 
-    name: str = Field(description="Name of the group, and of its Workload.")
-    queue: str = Field(description="Name of the LocalQueue.")
-    total_count: int = Field(ge=1, description="Number of pods of the group.")
+    name: str
+    """Name of the group, and of its Workload."""
+    queue: str
+    """Name of the LocalQueue."""
+    total_count: int = Field(ge=1)
+    """Number of pods of the group."""
 
 
 class ModelPrefetch(ManifestModel):
     """A download of the model before the other pods were created."""
 
-    persistent_volume_claim: str = Field(description="The claim that has the model.")
+    persistent_volume_claim: str
+    """The claim that has the model."""
     completion_time: str = Field(json_schema_extra={"format": "date-time"})
 
 
 class Revision(ManifestModel):
     """The settings of new pods, while the spec may have changed."""
 
-    hash: str = Field(description="Hash of the settings; each pod has it as a label.")
-    image: str = Field(description="Image of the pods.")
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict, description="The sections of the spec that determine the pods, without default values."
-    )
+    hash: str
+    """Hash of the settings; each pod has it as a label."""
+    image: str
+    """Image of the pods."""
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """The sections of the spec that determine the pods, without default values."""
 
 
 class Failure(ManifestModel):
@@ -150,44 +169,53 @@ class Failure(ManifestModel):
     pod: str
     uid: str
     component: Literal["head", "worker", "prefetch"]
-    reason: str = Field(description="For example OOMKilled, Error, Evicted or NodeLost.")
+    reason: str
+    """For example OOMKilled, Error, Evicted or NodeLost."""
     exit_code: int | None = None
-    message: str = Field(default="", description="End of the container's log, or the message of the kubelet.")
+    message: str = ""
+    """End of the container's log, or the message of the kubelet."""
     time: str = Field(json_schema_extra={"format": "date-time"})
-    counted: bool = Field(default=True, description="Whether the failure counts towards backoffLimit.")
+    counted: bool = True
+    """Whether the failure counts towards backoffLimit."""
 
 
 class Connection(ManifestModel):
     """What a trainer needs to connect to the job. The ConfigMap ``<job>-connection`` has the same data."""
 
     uid: str
-    key_prefix: str = Field(description="Prefix of the Redis keys of the job's messages.")
-    secret_name: str | None = Field(default=None, description="Secret with the URL of the job's Redis server.")
-    secret_key: str | None = Field(default=None, description="Key within the Secret.")
-    url: str | None = Field(default=None, description="URL of the job's Redis server, if it needs no credentials.")
-    history_secret_name: str | None = Field(
-        default=None, description="Secret with the URL of the history's Redis server, if that is a separate one."
-    )
-    history_secret_key: str | None = Field(default=None, description="Key within the Secret.")
-    history_url: str | None = Field(
-        default=None,
-        description="URL of the history's Redis server, if that is a separate one and needs no credentials.",
-    )
-    server_url: str | None = Field(default=None, description="URL of the job's HTTP server within the cluster.")
+    key_prefix: str
+    """Prefix of the Redis keys of the job's messages."""
+    secret_name: str | None = None
+    """Secret with the URL of the job's Redis server."""
+    secret_key: str | None = None
+    """Key within the Secret."""
+    url: str | None = None
+    """URL of the job's Redis server, if it needs no credentials."""
+    history_secret_name: str | None = None
+    """Secret with the URL of the history's Redis server, if that is a separate one."""
+    history_secret_key: str | None = None
+    """Key within the Secret."""
+    history_url: str | None = None
+    """URL of the history's Redis server, if that is a separate one and needs no credentials."""
+    server_url: str | None = None
+    """URL of the job's HTTP server within the cluster."""
 
 
 class ServerStatus(ManifestModel):
     """The pods of the HTTP server."""
 
-    replicas: int = Field(default=0, ge=0, description="Number of pods that there should be.")
-    ready: int = Field(default=0, ge=0, description="Number of ready pods.")
+    replicas: int = Field(default=0, ge=0)
+    """Number of pods that there should be."""
+    ready: int = Field(default=0, ge=0)
+    """Number of ready pods."""
 
 
 class RolloutJobStatus(ManifestModel):
     """The observed state of a job."""
 
     state: State = State.PENDING
-    observed_generation: int = Field(default=0, ge=0, description="metadata.generation of the spec that was observed.")
+    observed_generation: int = Field(default=0, ge=0)
+    """metadata.generation of the spec that was observed."""
     conditions: Annotated[
         list[Condition],
         Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
@@ -198,29 +226,27 @@ class RolloutJobStatus(ManifestModel):
     environment_errors: Annotated[
         list[EnvironmentErrors],
         Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
-    ] = Field(default_factory=list, description="Rollouts that got no reward from the environment, by type of error.")
-    time_saved: str | None = Field(
-        default=None,
-        description="Share of decoding time that drafting has saved, for example 38%. It is negative if drafting "
-        "cost time.",
-    )
-    failed_pods: int = Field(
-        default=0, ge=0, description="Number of failed pods that count towards backoffLimit, within its window."
-    )
+    ] = Field(default_factory=list)
+    """Rollouts that got no reward from the environment, by type of error."""
+    time_saved: str | None = None
+    """Share of decoding time that drafting has saved, for example 38%. It is negative if drafting cost time."""
+    failed_pods: int = Field(default=0, ge=0)
+    """Number of failed pods that count towards backoffLimit, within its window."""
     failure_times: Annotated[
         list[str], Field(json_schema_extra={"items": {"type": "string", "format": "date-time"}})
-    ] = Field(default_factory=list, description="When the pods that failedPods counts have failed.")
-    failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
-    revision: Revision | None = Field(
-        default=None, description="The settings with which new pods are created; none while the job is suspended."
-    )
-    model_prefetch: ModelPrefetch | None = Field(
-        default=None, description="The last download of the model into a claim, if model.cache.prefetch is true."
-    )
-    pod_group: PodGroup | None = Field(default=None, description="The pods that Kueue admits as a whole.")
+    ] = Field(default_factory=list)
+    """When the pods that failedPods counts have failed."""
+    failures: list[Failure] = Field(default_factory=list)
+    """The latest failures."""
+    revision: Revision | None = None
+    """The settings with which new pods are created; none while the job is suspended."""
+    model_prefetch: ModelPrefetch | None = None
+    """The last download of the model into a claim, if model.cache.prefetch is true."""
+    pod_group: PodGroup | None = None
+    """The pods that Kueue admits as a whole."""
     connection: Connection | None = None
-    start_time: str | None = Field(
-        default=None, description="When the job started or was last resumed.", json_schema_extra={"format": "date-time"}
-    )
-    active_seconds: int = Field(default=0, ge=0, description="Seconds that the job was active before startTime.")
+    start_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When the job started or was last resumed."""
+    active_seconds: int = Field(default=0, ge=0)
+    """Seconds that the job was active before startTime."""
     completion_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})

@@ -36,6 +36,16 @@ def job_uid_key(job: str) -> str:
     return f"rollout:jobs:{job}"
 
 
+class _Key:
+    """A key that has the prefix of its owner and the name of the attribute, with dashes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.replace("_", "-")
+
+    def __get__(self, keys: MessageKeys | HistoryKeys, owner: type) -> str:
+        return keys.prefix + self._name
+
+
 @dataclass(frozen=True)
 class MessageKeys:
     """Keys of one job's messages and state. docs/protocol.md describes the most important ones."""
@@ -57,20 +67,12 @@ class MessageKeys:
 
     # Keys that clients use.
 
-    @property
-    def job(self) -> str:
-        """Hash, written by the coordinator: what a client must know about the job before its first request."""
-        return self._key("job")
-
-    @property
-    def requests(self) -> str:
-        """Stream, written by clients: requests. An entry stays until all its rollouts are in the ledger."""
-        return self._key("requests")
-
-    @property
-    def control(self) -> str:
-        """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
-        return self._key("control")
+    job = _Key()
+    """Hash, written by the coordinator: what a client must know about the job before its first request."""
+    requests = _Key()
+    """Stream, written by clients: requests. An entry stays until all its rollouts are in the ledger."""
+    control = _Key()
+    """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
 
     def transfer_steps(self, weights: str) -> str:
         """Stream with expiry, written by clients: the steps of a transfer of weights, by the identity of these."""
@@ -96,45 +98,22 @@ class MessageKeys:
         """Set, written by the job: ids of requests of *client* with results that it has not released."""
         return self._key(f"unreleased:{client}")
 
-    @property
-    def results_written(self) -> str:
-        """Hash, written by the job: client → bytes of all its results."""
-        return self._key("results-written")
-
-    @property
-    def results_read(self) -> str:
-        """Hash, written by clients: client → bytes of its results that it has read."""
-        return self._key("results-read")
-
-    @property
-    def newest_steps(self) -> str:
-        """Hash, written by clients: client → greatest number of a step that it has opened."""
-        return self._key("newest-steps")
-
-    @property
-    def rewards(self) -> str:
-        """Stream, written by clients: rewards of rollouts, each deleted once it is recorded in the history."""
-        return self._key("rewards")
-
-    @property
-    def status(self) -> str:
-        """String with expiry, written by the coordinator: its status as JSON."""
-        return self._key("status")
-
-    @property
-    def canaries(self) -> str:
-        """String, written by the coordinator: state of the sequential test of canaries against siblings, as JSON."""
-        return self._key("canaries")
-
-    @property
-    def dead_letters(self) -> str:
-        """Stream, written by the job and by clients: messages that could not be decoded or processed, with reasons."""
-        return self._key("dead-letters")
-
-    @property
-    def token_updates(self) -> str:
-        """Short, lossy stream, written by engines: ids of requests with new tokens."""
-        return self._key("token-updates")
+    results_written = _Key()
+    """Hash, written by the job: client → bytes of all its results."""
+    results_read = _Key()
+    """Hash, written by clients: client → bytes of its results that it has read."""
+    newest_steps = _Key()
+    """Hash, written by clients: client → greatest number of a step that it has opened."""
+    rewards = _Key()
+    """Stream, written by clients: rewards of rollouts, each deleted once it is recorded in the history."""
+    status = _Key()
+    """String with expiry, written by the coordinator: its status as JSON."""
+    canaries = _Key()
+    """String, written by the coordinator: state of the sequential test of canaries against siblings, as JSON."""
+    dead_letters = _Key()
+    """Stream, written by the job and by clients: messages that could not be decoded or processed, with reasons."""
+    token_updates = _Key()
+    """Short, lossy stream, written by engines: ids of requests with new tokens."""
 
     def turn(self, record_id: str) -> str:
         """String with expiry, written by servers: a turn of a conversation, by a hash of its text up to its end."""
@@ -144,10 +123,8 @@ class MessageKeys:
         """String with expiry, written by servers: fingerprint of the request that an idempotency key belongs to."""
         return self._key(f"idempotency:{key}")
 
-    @property
-    def adapters(self) -> str:
-        """Hash, written by servers: name of a LoRA adapter → its directory and weight version, as JSON."""
-        return self._key("adapters")
+    adapters = _Key()
+    """Hash, written by servers: name of a LoRA adapter → its directory and weight version, as JSON."""
 
     # Keys that only the processes of the job use.
 
@@ -155,15 +132,10 @@ class MessageKeys:
         """Hash: ``entry``, ``n``, ``cancelled``, ``released`` by the client, and sample → ledger entry."""
         return self._key(f"ledger:{request_id}")
 
-    @property
-    def outbox(self) -> str:
-        """Stream, written when rollouts finish: rollouts that the relay has yet to append to the history."""
-        return self._key("outbox")
-
-    @property
-    def partials(self) -> str:
-        """Hash, written by engines: rollout id → checkpointed partial rollout."""
-        return self._key("partials")
+    outbox = _Key()
+    """Stream, written when rollouts finish: rollouts that the relay has yet to append to the history."""
+    partials = _Key()
+    """Hash, written by engines: rollout id → checkpointed partial rollout."""
 
     def tokens(self, request_id: str, sample: int) -> str:
         """Stream, written by engines: tokens of a rollout that is streamed, until it finishes.
@@ -173,61 +145,29 @@ class MessageKeys:
         """
         return self._key(f"tokens:{request_id}:{sample}")
 
-    @property
-    def attempts(self) -> str:
-        """Hash, written by the coordinator: rollout id → engines lost with it since it last made progress."""
-        return self._key("attempts")
-
-    @property
-    def events(self) -> str:
-        """Short, lossy stream, written by engines: wakes the coordinator when a rollout ends or an engine is free."""
-        return self._key("events")
-
-    @property
-    def environment_results(self) -> str:
-        """Hash, written by the dataset source: rollout → what its environment returned, as far as it is kept."""
-        return self._key("environment-results")
-
-    @property
-    def environment_errors(self) -> str:
-        """String, written by the dataset source: summary of the errors of its environment, as JSON."""
-        return self._key("environment-errors")
-
-    @property
-    def totals(self) -> str:
-        """Hash, written when rollouts finish: rollouts, tokens, decoding steps, draft and accepted tokens."""
-        return self._key("totals")
-
-    @property
-    def timeline(self) -> str:
-        """Stream, written when rollouts finish: when each ran where (see ``timeline``); the oldest are trimmed."""
-        return self._key("timeline")
-
-    @property
-    def measurements(self) -> str:
-        """Stream, written by the coordinator: measurements of the job over time (see ``timeline``)."""
-        return self._key("measurements")
-
-    @property
-    def observed(self) -> str:
-        """String with expiry, written by whoever watches the running rollouts, which engines report while it exists."""
-        return self._key("observed")
-
-    @property
-    def running(self) -> str:
-        """Hash with expiry, written by engines while they are observed: engine id → its running rollouts."""
-        return self._key("running")
-
-    @property
-    def weights(self) -> str:
-        """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
-        ``group`` → the last group of a trainer."""
-        return self._key("weights")
-
-    @property
-    def engines(self) -> str:
-        """Hash, written by engines: engine id → its last report."""
-        return self._key("engines")
+    attempts = _Key()
+    """Hash, written by the coordinator: rollout id → engines lost with it since it last made progress."""
+    events = _Key()
+    """Short, lossy stream, written by engines: wakes the coordinator when a rollout ends or an engine is free."""
+    environment_results = _Key()
+    """Hash, written by the dataset source: rollout → what its environment returned, as far as it is kept."""
+    environment_errors = _Key()
+    """String, written by the dataset source: summary of the errors of its environment, as JSON."""
+    totals = _Key()
+    """Hash, written when rollouts finish: rollouts, tokens, decoding steps, draft and accepted tokens."""
+    timeline = _Key()
+    """Stream, written when rollouts finish: when each ran where (see ``timeline``); the oldest are trimmed."""
+    measurements = _Key()
+    """Stream, written by the coordinator: measurements of the job over time (see ``timeline``)."""
+    observed = _Key()
+    """String with expiry, written by whoever watches the running rollouts, which engines report while it exists."""
+    running = _Key()
+    """Hash with expiry, written by engines while they are observed: engine id → its running rollouts."""
+    weights = _Key()
+    """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
+    ``group`` → the last group of a trainer."""
+    engines = _Key()
+    """Hash, written by engines: engine id → its last report."""
 
     def lease(self, engine: str) -> str:
         """String with expiry, renewed by *engine*: exists as long as the engine is considered alive."""
@@ -248,20 +188,12 @@ class MessageKeys:
         """String with expiry, written by the engine that computes a checksum, for which the others wait."""
         return self._key(f"weight-checksum-claim:{files}")
 
-    @property
-    def failed_engines(self) -> str:
-        """Hash, written by workers: worker → the engines that it cannot start, with the reasons and the time."""
-        return self._key("failed-engines")
-
-    @property
-    def head_facts(self) -> str:
-        """Hash, written by the first head: what its successors would otherwise have to read from the model."""
-        return self._key("head-facts")
-
-    @property
-    def write_check(self) -> str:
-        """String with expiry, written by ``rollout run``: shows that the server accepts writes."""
-        return self._key("write-check")
+    failed_engines = _Key()
+    """Hash, written by workers: worker → the engines that it cannot start, with the reasons and the time."""
+    head_facts = _Key()
+    """Hash, written by the first head: what its successors would otherwise have to read from the model."""
+    write_check = _Key()
+    """String with expiry, written by ``rollout run``: shows that the server accepts writes."""
 
     def shutdown_grace(self, worker: str) -> str:
         """String with expiry, written by a worker that is told to end.
@@ -278,10 +210,8 @@ class MessageKeys:
         """String with expiry, written by a follower of such a worker: the part of the engine that it runs."""
         return self._key(f"engine-group:{group}:{rank}")
 
-    @property
-    def fencing_token(self) -> str:
-        """Counter, incremented by each new coordinator: only the coordinator with this number may assign rollouts."""
-        return self._key("fencing-token")
+    fencing_token = _Key()
+    """Counter, incremented by each new coordinator: only the coordinator with this number may assign rollouts."""
 
     def trajectory(self, trajectory_id: str) -> str:
         """String with expiry, written when a turn finishes: the engine whose cache holds the trajectory's prefix."""
@@ -311,24 +241,18 @@ class HistoryKeys:
         return f"{self.namespace}/{self.name}"
 
     @property
-    def meta(self) -> str:
-        """Hash, written by jobs: tokenizer, model, byte cap, window, and the generation of each published version."""
-        return f"history:{{{self.full_name}}}:meta"
+    def prefix(self) -> str:
+        """Prefix of the keys that concern no problem and no shard."""
+        return f"history:{{{self.full_name}}}:"
 
-    @property
-    def maintainer_lease(self) -> str:
-        """String with expiry, renewed by the maintainer: the process that currently maintains this history."""
-        return f"history:{{{self.full_name}}}:maintainer-lease"
-
-    @property
-    def acceptance_by_age(self) -> str:
-        """Hash, written by jobs: ``<age>:drafted`` and ``<age>:accepted`` → draft tokens from history of that age."""
-        return f"history:{{{self.full_name}}}:acceptance-by-age"
-
-    @property
-    def drafter_state(self) -> str:
-        """String, written by engines: a drafter's learned state, with which new engines start."""
-        return f"history:{{{self.full_name}}}:drafter-state"
+    meta = _Key()
+    """Hash, written by jobs: tokenizer, model, byte cap, window, and the generation of each published version."""
+    maintainer_lease = _Key()
+    """String with expiry, renewed by the maintainer: the process that currently maintains this history."""
+    acceptance_by_age = _Key()
+    """Hash, written by jobs: ``<age>:drafted`` and ``<age>:accepted`` → draft tokens from history of that age."""
+    drafter_state = _Key()
+    """String, written by engines: a drafter's learned state, with which new engines start."""
 
     def log(self, problem: str) -> str:
         """Stream, written by the relay: the problem's recent rollouts, oldest first; see :meth:`blocks` for others."""
@@ -339,7 +263,7 @@ class HistoryKeys:
         return self._problem_key(problem, "blocks")
 
     def lengths(self, problem: str) -> str:
-        """Hash, written by the relay: generation → the problem's length entries (see ``length_entries``)."""
+        """Hash, written by the relay: generation → the problem's length entries (see ``history_encoding``)."""
         return self._problem_key(problem, "lengths")
 
     def problem_keys(self, problem: str) -> tuple[str, str, str]:
@@ -359,7 +283,7 @@ class HistoryKeys:
         return self._shard_key(shard, "sizes")
 
     def recent_lengths(self, shard: int) -> str:
-        """List, written by the relay: lengths of the shard's latest rollouts, newest first (see ``length_entries``)."""
+        """List, written by the relay: lengths of the shard's latest rollouts, newest first."""
         return self._shard_key(shard, "recent-lengths")
 
     def shard_keys(self, shard: int) -> tuple[str, str, str, str]:

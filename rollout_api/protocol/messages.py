@@ -11,18 +11,18 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgpack
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 from typing_extensions import Self
 
+from rollout_api.manifest.field_types import first_error
 from rollout_api.manifest.spec import Sampling
-from rollout_api.manifest.validation_errors import first_error
-from rollout_api.protocol.draft_sources import decode_draft_sources, num_encoded_tokens, source_names
+from rollout_api.protocol.history_encoding import decode_draft_sources, num_encoded_tokens, source_names
 from rollout_api.str_enum import StrEnum
 
 SCHEMA_VERSION = 1
@@ -143,8 +143,10 @@ class _Message(BaseModel):
 class WeightSpan(_Message):
     """The tokens of a response that one weight version sampled. The span ends where the next one starts."""
 
-    start: int = Field(ge=0, description="Index of the span's first token in the response.")
-    weight_version: int = Field(ge=0, description="Weight version that sampled the span.")
+    start: int = Field(ge=0)
+    """Index of the span's first token in the response."""
+    weight_version: int = Field(ge=0)
+    """Weight version that sampled the span."""
 
 
 _LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs", "kept_token_ids")
@@ -154,42 +156,28 @@ _PROMPT_LOGPROB_FIELDS = ("prompt_logprobs", "prompt_ranks", "top_prompt_logprob
 
 
 class _Response(_Message):
-    token_ids: list[TokenId] = Field(description="Token ids of the response.")
-    logprobs: list[float] | None = Field(
-        default=None, description="Behavior log-probability of each token, if requested."
-    )
-    ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = Field(
-        default=None,
-        description="Rank of each token among all tokens, 1 for the most likely one, if top_logprobs was requested.",
-    )
-    top_logprobs: list[dict[TokenId, float]] | None = Field(
-        default=None,
-        description="The most likely tokens at each position, most likely first, with their behavior "
-        "log-probabilities, if requested. Tokens that cannot be sampled are left out.",
-    )
-    kept_token_ids: list[list[TokenId]] | None = Field(
-        default=None,
-        description="Token ids among which the token at each position was sampled, in ascending order, if requested. "
-        "An empty list means that they are unknown, because very many tokens tie at the limit of top_k.",
-    )
-    prompt_logprobs: list[float] | None = Field(
-        default=None,
-        description="Log-probability of each token of the prompt but the first, if requested. It is computed by the "
-        "weight version that sampled the response's first token, without temperature and filters; -9999 stands for "
-        "minus infinity. A response without tokens may lack it.",
-    )
-    prompt_ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = Field(
-        default=None,
-        description="Rank of each token of the prompt but the first, if top_prompt_logprobs was requested.",
-    )
-    top_prompt_logprobs: list[dict[TokenId, float]] | None = Field(
-        default=None,
-        description="The most likely tokens at each position of the prompt but the first, most likely first, if "
-        "requested.",
-    )
-    weight_spans: list[WeightSpan] = Field(
-        description="Which weight version sampled which tokens, in order; empty without tokens."
-    )
+    token_ids: list[TokenId]
+    """Token ids of the response."""
+    logprobs: list[float] | None = None
+    """Behavior log-probability of each token, if requested."""
+    ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = None
+    """Rank of each token among all tokens, 1 for the most likely one, if top_logprobs was requested."""
+    top_logprobs: list[dict[TokenId, float]] | None = None
+    """The most likely tokens at each position, most likely first, with their behavior log-probabilities, if requested.
+    Tokens that cannot be sampled are left out."""
+    kept_token_ids: list[list[TokenId]] | None = None
+    """Token ids among which the token at each position was sampled, in ascending order, if requested. An empty list
+    means that they are unknown, because very many tokens tie at the limit of top_k."""
+    prompt_logprobs: list[float] | None = None
+    """Log-probability of each token of the prompt but the first, if requested. It is computed by the weight version
+    that sampled the response's first token, without temperature and filters; -9999 stands for minus infinity. A
+    response without tokens may lack it."""
+    prompt_ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = None
+    """Rank of each token of the prompt but the first, if top_prompt_logprobs was requested."""
+    top_prompt_logprobs: list[dict[TokenId, float]] | None = None
+    """The most likely tokens at each position of the prompt but the first, most likely first, if requested."""
+    weight_spans: list[WeightSpan]
+    """Which weight version sampled which tokens, in order; empty without tokens."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -296,85 +284,54 @@ class RolloutRequest(_Message):
     """A request for ``sampling.n`` rollouts of one prompt."""
 
     kind: Literal["request"] = "request"
-    job_uid: str = Field(min_length=1, description="Uid of the job.")
-    request_id: str = Field(
-        min_length=1,
-        max_length=256,
-        description="Idempotency key, unique within the job. A request that is sent twice is answered once.",
-    )
-    reply_to: str = Field(
-        default="trainer",
-        pattern=CLIENT_PATTERN,
-        description="Name of the client that is told about the results.",
-    )
-    problem_id: str = Field(
-        default="",
-        max_length=256,
-        description="Id of the problem. Default: BLAKE2b-128 of the packed prompt token ids, in hex.",
-    )
-    prompt_token_ids: list[TokenId] = Field(min_length=1, description="Token ids of the prompt.")
-    sampling: Sampling = Field(
-        default_factory=Sampling, description="Sampling settings. Fields that are set override the job's spec.sampling."
-    )
-    purpose: Purpose = Field(default=Purpose.TRAIN, description="Purpose of the rollouts.")
-    priority: int = Field(
-        default=0, ge=-(2**31), lt=2**31, description="Requests with a higher priority start earlier."
-    )
-    deadline_seconds: float | None = Field(
-        default=None, gt=0, description="Seconds after the request's arrival in Redis at which unfinished rollouts end."
-    )
-    weight_version: int | None = Field(
-        default=None,
-        ge=0,
-        description="Weight version that samples all tokens. Default: the newest, which may change during a rollout.",
-    )
-    min_weight_version: int | None = Field(
-        default=None,
-        ge=0,
-        description="Oldest weight version that may sample a token. Rollouts wait until an engine serves it or a later "
-        "one.",
-    )
-    max_staleness: int | None = Field(
-        default=None,
-        ge=0,
-        description="Largest number of weight versions by which an engine, and the tokens that another engine has "
-        "sampled before, may be behind the newest published version when a rollout is dispatched to the engine. "
-        "Tokens that are older are sampled again. Weights that are published afterwards do not end a rollout.",
-    )
-    trajectory_id: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Id of a multi-turn trajectory. Its turns are preferably sampled where their prefix is cached.",
-    )
-    turn: int = Field(default=0, ge=0, description="Number of the turn within its trajectory.")
-    prefix: Partial | None = Field(
-        default=None, description="Partial rollout to continue. Its tokens become part of the rollout."
-    )
-    draft_mode: DraftMode = Field(default=DraftMode.HISTORY, description="Sources of drafts.")
-    step: int | None = Field(default=None, ge=0, description="Training step of the request.")
-    draft_budget: int | None = Field(
-        default=None, ge=0, description="Maximum number of draft tokens per verification step. Default: the job's."
-    )
-    half_logprobs: bool = Field(default=False, description="Return log-probabilities as float16.")
-    keep_seconds: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_KEEP_SECONDS,
-        description="Seconds for which the rollouts are kept after the last of them. Default: until the client "
-        "releases them.",
-    )
-    stream: bool = Field(
-        default=False,
-        description="Let every process read the tokens while they are sampled. Responses with presence or frequency "
-        "penalties are not streamed, because an interrupted one begins anew.",
-    )
-    traceparent: str | None = Field(
-        default=None,
-        pattern=TRACEPARENT_PATTERN,
-        description="Span of the caller, as in the HTTP header traceparent of W3C Trace Context. The request's spans "
-        "become part of its trace.",
-    )
+    job_uid: str = Field(min_length=1)
+    """Uid of the job."""
+    request_id: str = Field(min_length=1, max_length=256)
+    """Idempotency key, unique within the job. A request that is sent twice is answered once."""
+    reply_to: str = Field(default="trainer", pattern=CLIENT_PATTERN)
+    """Name of the client that is told about the results."""
+    problem_id: str = Field(default="", max_length=256)
+    """Id of the problem. Default: BLAKE2b-128 of the packed prompt token ids, in hex."""
+    prompt_token_ids: list[TokenId] = Field(min_length=1)
+    """Token ids of the prompt."""
+    sampling: Sampling = Field(default_factory=Sampling)
+    """Sampling settings. Fields that are set override the job's spec.sampling."""
+    purpose: Purpose = Purpose.TRAIN
+    """Purpose of the rollouts."""
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    """Requests with a higher priority start earlier."""
+    deadline_seconds: float | None = Field(default=None, gt=0)
+    """Seconds after the request's arrival in Redis at which unfinished rollouts end."""
+    weight_version: int | None = Field(default=None, ge=0)
+    """Weight version that samples all tokens. Default: the newest, which may change during a rollout."""
+    min_weight_version: int | None = Field(default=None, ge=0)
+    """Oldest weight version that may sample a token. Rollouts wait until an engine serves it or a later one."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Largest number of weight versions by which an engine, and the tokens that another engine has sampled before, may
+    be behind the newest published version when a rollout is dispatched to the engine. Tokens that are older are sampled
+    again. Weights that are published afterwards do not end a rollout."""
+    trajectory_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """Id of a multi-turn trajectory. Its turns are preferably sampled where their prefix is cached."""
+    turn: int = Field(default=0, ge=0)
+    """Number of the turn within its trajectory."""
+    prefix: Partial | None = None
+    """Partial rollout to continue. Its tokens become part of the rollout."""
+    draft_mode: DraftMode = DraftMode.HISTORY
+    """Sources of drafts."""
+    step: int | None = Field(default=None, ge=0)
+    """Training step of the request."""
+    draft_budget: int | None = Field(default=None, ge=0)
+    """Maximum number of draft tokens per verification step. Default: the job's."""
+    half_logprobs: bool = False
+    """Return log-probabilities as float16."""
+    keep_seconds: int | None = Field(default=None, ge=1, le=MAX_KEEP_SECONDS)
+    """Seconds for which the rollouts are kept after the last of them. Default: until the client releases them."""
+    stream: bool = False
+    """Let every process read the tokens while they are sampled. Responses with presence or frequency penalties are not
+    streamed, because an interrupted one begins anew."""
+    traceparent: str | None = Field(default=None, pattern=TRACEPARENT_PATTERN)
+    """Span of the caller, as in the HTTP header traceparent of W3C Trace Context. The request's spans become part of
+    its trace."""
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -424,11 +381,12 @@ _Bytes = Annotated[
 class RoutedExperts(_Message):
     """The experts that processed the tokens: an array of three dimensions."""
 
-    shape: list[Annotated[int, Field(ge=0)]] = Field(
-        min_length=3, max_length=3, description="Numbers of tokens, of layers, and of experts per token and layer."
-    )
-    dtype: Literal["uint8", "uint16"] = Field(description="Type of the numbers of experts.")
-    data: _Bytes = Field(description="Numbers of the experts, little-endian, in the order of the dimensions.")
+    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=3, max_length=3)
+    """Numbers of tokens, of layers, and of experts per token and layer."""
+    dtype: Literal["uint8", "uint16"]
+    """Type of the numbers of experts."""
+    data: _Bytes
+    """Numbers of the experts, little-endian, in the order of the dimensions."""
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:
@@ -442,51 +400,48 @@ class Rollout(_Response):
     """A finished rollout."""
 
     kind: Literal["rollout"] = "rollout"
-    rollout_id: str = Field(description="Id of the rollout.")
-    problem_id: str = Field(description="Id of the problem.")
-    step: int | None = Field(default=None, ge=0, description="Training step of the request.")
-    purpose: Purpose = Field(default=Purpose.TRAIN, description="Purpose of the rollout.")
-    finish_reason: FinishReason = Field(description="Why the rollout ended.")
-    detail: str = Field(default="", description="Explanation of the finish reason, if it needs one.")
-    routed_experts: RoutedExperts | None = Field(
-        default=None,
-        description="Experts to which each token of the prompt and the response but the last was routed, if requested. "
-        "A rollout that was interrupted may lack them.",
-    )
-    num_decoding_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Decoding steps of the engine that finished the rollout. Each step adds its accepted draft tokens "
-        "and one more token. Tokens of a prefix or of an earlier engine are not included.",
-    )
-    num_draft_tokens: int = Field(default=0, ge=0, description="Draft tokens that were verified in these steps.")
-    num_accepted_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="Tokens of the response that are accepted draft tokens of these steps. If the last token is one, "
-        "the token that the last step has sampled after it was cut off.",
-    )
-    draft_tokens_by_source: dict[str, int] = Field(
-        default_factory=dict,
-        description="Source → number of its draft tokens among num_draft_tokens. Sources are history, self (the "
-        "rollout's own text), siblings and cross_problem; those without draft tokens are left out.",
-    )
-    accepted_tokens_by_source: dict[str, int] = Field(
-        default_factory=dict, description="Source → number of its draft tokens among num_accepted_tokens."
-    )
-    draft_sources: _Bytes | None = Field(
-        default=None,
-        description="Which tokens of the response are accepted draft tokens, and of which source; absent if no draft "
-        "was verified. Each byte is a run of successive tokens: its lower 3 bits are their code, and its upper 5 bits "
-        "are their number minus 1. The runs cover all tokens. Code 0 is a token that the model sampled without an "
-        "accepted draft token, or whose source is unknown, such as those of a prefix or of an earlier engine; 1 is a "
-        "draft token from the history, 2 from the rollout's own text, 3 from siblings, and 4 from the cross-problem "
-        "pool.",
-    )
-    engine: str = Field(default="", description="Id of the engine that sampled the last token.")
-    num_cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")
-    started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine started the rollout.")
-    finished_at: float = Field(default=0.0, ge=0, description="Unix time at which the rollout finished.")
+    rollout_id: str
+    """Id of the rollout."""
+    problem_id: str
+    """Id of the problem."""
+    step: int | None = Field(default=None, ge=0)
+    """Training step of the request."""
+    purpose: Purpose = Purpose.TRAIN
+    """Purpose of the rollout."""
+    finish_reason: FinishReason
+    """Why the rollout ended."""
+    detail: str = ""
+    """Explanation of the finish reason, if it needs one."""
+    routed_experts: RoutedExperts | None = None
+    """Experts to which each token of the prompt and the response but the last was routed, if requested. A rollout that
+    was interrupted may lack them."""
+    num_decoding_steps: int = Field(default=0, ge=0)
+    """Decoding steps of the engine that finished the rollout. Each step adds its accepted draft tokens and one more
+    token. Tokens of a prefix or of an earlier engine are not included."""
+    num_draft_tokens: int = Field(default=0, ge=0)
+    """Draft tokens that were verified in these steps."""
+    num_accepted_tokens: int = Field(default=0, ge=0)
+    """Tokens of the response that are accepted draft tokens of these steps. If the last token is one, the token that
+    the last step has sampled after it was cut off."""
+    draft_tokens_by_source: dict[str, int] = Field(default_factory=dict)
+    """Source → number of its draft tokens among num_draft_tokens. Sources are history, self (the rollout's own text),
+    siblings and cross_problem; those without draft tokens are left out."""
+    accepted_tokens_by_source: dict[str, int] = Field(default_factory=dict)
+    """Source → number of its draft tokens among num_accepted_tokens."""
+    draft_sources: _Bytes | None = None
+    """Which tokens of the response are accepted draft tokens, and of which source; absent if no draft was verified.
+    Each byte is a run of successive tokens: its lower 3 bits are their code, and its upper 5 bits are their number
+    minus 1. The runs cover all tokens. Code 0 is a token that the model sampled without an accepted draft token, or
+    whose source is unknown, such as those of a prefix or of an earlier engine; 1 is a draft token from the history, 2
+    from the rollout's own text, 3 from siblings, and 4 from the cross-problem pool."""
+    engine: str = ""
+    """Id of the engine that sampled the last token."""
+    num_cached_tokens: int = Field(default=0, ge=0)
+    """Context tokens whose keys and values were cached."""
+    started_at: float = Field(default=0.0, ge=0)
+    """Unix time at which an engine started the rollout."""
+    finished_at: float = Field(default=0.0, ge=0)
+    """Unix time at which the rollout finished."""
 
     @model_validator(mode="after")
     def _check_draft_sources(self) -> Self:
@@ -542,48 +497,43 @@ class Refusal(_Message):
     """A request that was refused and gets no rollouts."""
 
     kind: Literal["refusal"] = "refusal"
-    request_id: str = Field(description="Id of the refused request.")
-    reason: str = Field(description="Why the request was refused.")
+    request_id: str
+    """Id of the refused request."""
+    reason: str
+    """Why the request was refused."""
 
 
 class WeightTransfer(_Message):
     """Full weights that a trainer sends from its memory through vLLM's weight transfer."""
 
-    group: str = Field(min_length=1, description="Id of the trainer's group, which the engines have joined.")
-    engines: list[str] = Field(min_length=1, description="Ids of the engines that take part.")
-    base: int = Field(
-        ge=0, description="Version of the full weights that were published before, to which differences apply."
-    )
-    update_info: dict[str, Any] | None = Field(
-        default=None,
-        description="Names, dtype_names and shapes of the tensors, as in vLLM's update_info, if they are known "
-        "beforehand. The engines check them before the trainer sends anything.",
-    )
+    group: str = Field(min_length=1)
+    """Id of the trainer's group, which the engines have joined."""
+    engines: list[str] = Field(min_length=1)
+    """Ids of the engines that take part."""
+    base: int = Field(ge=0)
+    """Version of the full weights that were published before, to which differences apply."""
+    update_info: dict[str, Any] | None = None
+    """Names, dtype_names and shapes of the tensors, as in vLLM's update_info, if they are known beforehand. The engines
+    check them before the trainer sends anything."""
 
 
 class WeightUpdate(_Message):
     """Control message: sample with these weights from now on."""
 
     kind: Literal["weights"] = "weights"
-    weight_version: int = Field(
-        ge=1,
-        description="Version of the weights. It increases with every update; 0 is the model that the job started with.",
-    )
-    uri: str = Field(
-        min_length=1,
-        description="Directory of the safetensors files; spec.weights restricts it. With transfer: a unique text that "
-        "identifies these weights.",
-    )
-    transfer: WeightTransfer | None = Field(
-        default=None, description="The weights come from a trainer's memory instead of a directory."
-    )
-    weights_kind: WeightsKind = Field(default=WeightsKind.FULL, description="What the update contains.")
-    sha256: str | None = Field(
-        default=None,
-        pattern=r"^[0-9a-f]{64}$",
-        description="Checksum of the weights. Default: they are not verified.",
-    )
-    mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
+    weight_version: int = Field(ge=1)
+    """Version of the weights. It increases with every update; 0 is the model that the job started with."""
+    uri: str = Field(min_length=1)
+    """Directory of the safetensors files; spec.weights restricts it. With transfer: a unique text that identifies these
+    weights."""
+    transfer: WeightTransfer | None = None
+    """The weights come from a trainer's memory instead of a directory."""
+    weights_kind: WeightsKind = WeightsKind.FULL
+    """What the update contains."""
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Checksum of the weights. Default: they are not verified."""
+    mode: UpdateMode = UpdateMode.RECOMPUTE
+    """What happens to running rollouts."""
 
     @model_validator(mode="after")
     def _check_transfer(self) -> Self:
@@ -601,40 +551,40 @@ class TransferStep(_Message):
     """What a trainer does next in a transfer of weights. Engines read these from a stream of their own."""
 
     kind: Literal["transfer_step"] = "transfer_step"
-    step: Literal["update", "finish", "abort"] = Field(
-        description="update: send tensors; finish: all were sent; abort: the engines keep their weights."
-    )
-    update_info: dict[str, Any] | None = Field(
-        default=None, description="What vLLM's update_weights is called with, for update."
-    )
-    reason: str = Field(default="", description="Why the transfer is aborted.")
+    step: Literal["update", "finish", "abort"]
+    """update: send tensors; finish: all were sent; abort: the engines keep their weights."""
+    update_info: dict[str, Any] | None = None
+    """What vLLM's update_weights is called with, for update."""
+    reason: str = ""
+    """Why the transfer is aborted."""
 
 
 class Cancel(_Message):
     """Control message: cancel requests. Running samples return their partial output, queued ones no tokens."""
 
     kind: Literal["cancel"] = "cancel"
-    request_ids: list[str] = Field(min_length=1, description="Ids of the requests.")
+    request_ids: list[str] = Field(min_length=1)
+    """Ids of the requests."""
 
 
 class Rewards(_Message):
     """Control message: rewards of finished rollouts."""
 
     kind: Literal["rewards"] = "rewards"
-    rewards: dict[str, float] = Field(min_length=1, description="Rollout id → reward.")
+    rewards: dict[str, float] = Field(min_length=1)
+    """Rollout id → reward."""
 
 
 class InitWeightTransfer(_Message):
     """Control message: call vLLM's init_weight_transfer_engine, and leave the group of an earlier trainer."""
 
     kind: Literal["init_weight_transfer"] = "init_weight_transfer"
-    group: str = Field(min_length=1, description="Id of the group.")
-    engines: dict[str, int] = Field(
-        min_length=1, description="Engine id → rank of its first worker process in the group. The trainer has rank 0."
-    )
-    init_info: dict[str, Any] = Field(
-        description="vLLM's init_info. If it has a rank_offset, each engine replaces it by its rank."
-    )
+    group: str = Field(min_length=1)
+    """Id of the group."""
+    engines: dict[str, int] = Field(min_length=1)
+    """Engine id → rank of its first worker process in the group. The trainer has rank 0."""
+    init_info: dict[str, Any]
+    """vLLM's init_info. If it has a rank_offset, each engine replaces it by its rank."""
 
 
 class Close(_Message):
@@ -647,7 +597,8 @@ class Pause(_Message):
     """Control message: the engines stop sampling until the job is resumed. Deadlines of requests continue to run."""
 
     kind: Literal["pause"] = "pause"
-    mode: PauseMode = Field(default=PauseMode.KEEP, description="What happens to running rollouts.")
+    mode: PauseMode = PauseMode.KEEP
+    """What happens to running rollouts."""
 
 
 class Resume(_Message):
@@ -658,25 +609,9 @@ class Resume(_Message):
 
 ControlMessage = WeightUpdate | InitWeightTransfer | Cancel | Pause | Resume | Close
 Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | TransferStep | ControlMessage
-MESSAGES: tuple[type[Message], ...] = (
-    RolloutRequest,
-    Rollout,
-    Partial,
-    Refusal,
-    WeightUpdate,
-    InitWeightTransfer,
-    TransferStep,
-    Cancel,
-    Rewards,
-    Pause,
-    Resume,
-    Close,
-)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
 _SAMPLING_FIELDS = frozenset(Sampling.model_fields)
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
-_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks")
-_FLOAT_FIELDS = ("logprobs", "prompt_logprobs")
-_LIKELY_TOKENS_FIELDS = ("top_logprobs", "top_prompt_logprobs")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -736,7 +671,7 @@ def _unpack_top_logprobs(packed: Any) -> list[dict[int, float]]:
     return [dict(islice(pairs, count)) for count in counts]
 
 
-def _pack_token_lists(lists: Sequence[Sequence[int]]) -> dict[str, bytes]:
+def _pack_token_lists(lists: Sequence[Sequence[int]], _: bool) -> dict[str, bytes]:
     return {"n": pack_tokens(map(len, lists)), "t": pack_tokens(token for one in lists for token in one)}
 
 
@@ -748,6 +683,16 @@ def _unpack_token_lists(packed: Any) -> list[list[int]]:
     return lists
 
 
+_PACKED_FIELDS: dict[str, tuple[Callable[[Any, bool], Any], Callable[[Any], Any]]] = {
+    **dict.fromkeys(
+        ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks"),
+        (lambda tokens, _: pack_tokens(tokens), unpack_tokens),
+    ),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), (_pack_logprobs, _unpack_logprobs)),
+    **dict.fromkeys(("top_logprobs", "top_prompt_logprobs"), (_pack_top_logprobs, _unpack_top_logprobs)),
+    "kept_token_ids": (_pack_token_lists, _unpack_token_lists),
+}
+"""Field → how it is packed, given whether log-probabilities are rounded to float16, and how it is unpacked."""
 _BYTES_FIELDS = {"draft_sources", "routed_experts"}
 """Fields of a rollout that contain bytes, which JSON represents as text."""
 
@@ -772,33 +717,19 @@ def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
 
 
 def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
-    for name in _INTEGER_FIELDS:
-        if body.get(name) is not None:
-            body[name] = pack_tokens(body[name])
-    for name in _FLOAT_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _pack_logprobs(body[name], half_logprobs)
-    for name in _LIKELY_TOKENS_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _pack_top_logprobs(body[name], half_logprobs)
-    if body.get("kept_token_ids") is not None:
-        body["kept_token_ids"] = _pack_token_lists(body["kept_token_ids"])
+    for name in body.keys() & _PACKED_FIELDS.keys():
+        if body[name] is not None:
+            pack, _ = _PACKED_FIELDS[name]
+            body[name] = pack(body[name], half_logprobs)
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
 
 def _unpack(body: dict[str, Any]) -> None:
-    for name in _INTEGER_FIELDS:
-        if body.get(name) is not None:
-            body[name] = unpack_tokens(body[name])
-    for name in _FLOAT_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _unpack_logprobs(body[name])
-    for name in _LIKELY_TOKENS_FIELDS:
-        if body.get(name) is not None:
-            body[name] = _unpack_top_logprobs(body[name])
-    if body.get("kept_token_ids") is not None:
-        body["kept_token_ids"] = _unpack_token_lists(body["kept_token_ids"])
+    for name in body.keys() & _PACKED_FIELDS.keys():
+        if body[name] is not None:
+            _, unpack = _PACKED_FIELDS[name]
+            body[name] = unpack(body[name])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

@@ -1,8 +1,26 @@
-"""The coordinator's status of its job, as a JSON document."""
+"""How a job tells its state: the coordinator's status, a JSON document, and exit codes of the command ``rollout``.
+
+The operator derives the reason of a failed pod from the exit code.
+"""
 
 from __future__ import annotations
 
 from typing import TypedDict, cast
+
+EXIT_MANIFEST = 2
+"""The manifest is invalid."""
+EXIT_REDIS = 3
+"""Redis is unreachable or cannot be used."""
+EXIT_ENGINE = 4
+"""vLLM, Ray or the job has failed."""
+EXIT_STATE = 5
+"""A file or the state directory cannot be used."""
+EXIT_DEADLINE = 6
+"""The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
+EXIT_MODEL = 7
+"""The model does not exist or cannot be loaded."""
+EXIT_INTERRUPTED = 130
+"""The command was interrupted."""
 
 
 class EngineEntry(TypedDict):

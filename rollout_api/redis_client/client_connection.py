@@ -19,7 +19,7 @@ from rollout_api.errors import InvalidRequestError
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import async_client
 from rollout_api.redis_client.pipelined import PipelinedRedis
-from rollout_api.redis_client.sentinel import async_sentinel_pool, endpoint_of, forced_host
+from rollout_api.redis_client.sentinel import ASYNCHRONOUS, endpoint_of, forced_host, sentinel_pool
 
 READ_BLOCK_MS = 1000
 """Milliseconds that a read of results blocks in the server."""
@@ -101,7 +101,7 @@ def open_client(target: RedisTarget) -> redis.asyncio.Redis:
     manager = pool.sentinel_manager
     options = {"min_other_sentinels": manager.min_other_sentinels, "force_master_ip": forced_host(manager)}
     return PipelinedRedis.from_pool(
-        async_sentinel_pool(connection_class, settings, pool.service_name, sentinels, options)
+        sentinel_pool(ASYNCHRONOUS, connection_class, settings, pool.service_name, sentinels, options)
     )
 
 

@@ -1,4 +1,4 @@
-"""Retries of Redis commands: which errors are transient, and for how long a command is repeated.
+"""Pauses between Redis commands: retries of those that fail, and reads of a stream that is written often.
 
 Every retried command must be idempotent, because a reply that was lost may belong to a command that was executed.
 """
@@ -36,6 +36,12 @@ Errors of a pipeline begin with the command.
 """
 
 _Result = TypeVar("_Result")
+_WINDOW_S = 1.0
+"""Time constant of the mean arrival rate."""
+_MIN_RATE = 200.0
+"""Messages per second from which reads pause. Below, the CPU time that batches save is not worth the delay."""
+_PAUSE_PER_MESSAGE_S, _MAX_READ_PAUSE_S = 0.002, 0.02
+"""Pause per message of the last read, and longest pause."""
 
 
 def is_transient(error: redis.RedisError) -> bool:
@@ -246,3 +252,25 @@ def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
     else:
         remedy = "it must be Redis 7.0 or Valkey 7.2, and permit their ordinary commands"
     return f"{server} refused to {action}: {type(error).__name__}: {error}; {remedy}"
+
+
+class BatchPacer:
+    """Decides how long to wait between two reads of a stream, so that many messages arrive in few batches.
+
+    A few messages arrive at once.
+    """
+
+    def __init__(self) -> None:
+        self._rate, self._last_read = 0.0, -math.inf
+        """Messages per second, and when the last read ended."""
+
+    def pause(self, num_found: int, now: float) -> float:
+        """Return the seconds to wait before the next read.
+
+        Args:
+            num_found: number of messages of the read that has just ended.
+            now: ``time.monotonic()``.
+        """
+        self._rate = self._rate * math.exp((self._last_read - now) / _WINDOW_S) + num_found / _WINDOW_S
+        self._last_read = now
+        return min(_MAX_READ_PAUSE_S, num_found * _PAUSE_PER_MESSAGE_S) if self._rate > _MIN_RATE else 0.0

@@ -7,7 +7,7 @@ answer would cost minutes, and the error would not say what each of them replied
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 import redis.asyncio
@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rollout_api.redis_client.address import RedisAddress
+from rollout_api.redis_client.address import Kind, RedisAddress
 
 _SETTINGS: dict[str, Any] = {
     "socket_timeout": 0.75,
@@ -86,69 +86,73 @@ class _Sentinel(sync_sentinel.Sentinel):
         raise _no_primary(service_name, answers)
 
 
-def sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> SentinelPool:
-    """Return a pool of connections to the primary at a Sentinel *address*; nothing is sent yet.
+class Classes(NamedTuple):
+    """redis-py's classes and modules for one kind of client, and the two classes above for it."""
+
+    client: Any
+    connections: Any
+    managed_connections: Any
+    sentinel: Any
+    sentinel_pool: Any
+    retry: Any
+
+
+SYNCHRONOUS = Classes(redis.Redis, sync_connection, sync_sentinel, _Sentinel, SentinelPool, Retry)
+ASYNCHRONOUS = Classes(
+    redis.asyncio.Redis, async_connection, async_sentinel, _AsyncSentinel, AsyncSentinelPool, AsyncRetry
+)
+
+
+def server_pool(classes: Classes, address: RedisAddress, settings: Mapping[str, Any]) -> Any:
+    """Return a pool of connections to the server at *address*, or to the primary of its Sentinels; nothing is sent yet.
 
     Args:
-        address: address of kind ``SENTINEL``.
-        settings: settings of the connections to the primary.
+        classes: the kind of client.
+        address: address of a server or of Sentinels.
+        settings: settings of the connections to the server.
     """
-    make_manager: Any = _Sentinel
-    manager = make_manager([], sentinel_kwargs={})
-    connection_class = sync_connection.SSLConnection if address.tls else sync_connection.Connection
-    manager.sentinels = [
-        redis.Redis.from_pool(
-            sync_connection.ConnectionPool(
-                connection_class=connection_class,
-                host=host,
-                port=port,
-                retry=Retry(NoBackoff(), 0),
-                **{**address.sentinel_options, **_SETTINGS},
-            )
-        )
-        for host, port in address.hosts
-    ]
-    make_pool: Any = SentinelPool
-    pool: SentinelPool = make_pool(
-        address.service,
-        manager,
-        connection_class=sync_sentinel.SentinelManagedSSLConnection
-        if address.tls
-        else sync_sentinel.SentinelManagedConnection,
-        **settings,
-    )
-    return pool
+    connections, managed = classes.connections, classes.managed_connections
+    kind = connections.SSLConnection if address.tls else connections.Connection
+    if address.kind is Kind.SENTINEL:
+        primary = managed.SentinelManagedSSLConnection if address.tls else managed.SentinelManagedConnection
+        sentinels = [(kind, {"host": host, "port": port, **address.sentinel_options}) for host, port in address.hosts]
+        return sentinel_pool(classes, primary, settings, address.service, sentinels)
+    if address.path:
+        place: dict[str, Any] = {"connection_class": connections.UnixDomainSocketConnection, "path": address.path}
+    else:
+        ((host, port),) = address.hosts
+        place = {"connection_class": kind, "host": host, "port": port}
+    return connections.ConnectionPool(**{**settings, **place})
 
 
-def async_sentinel_pool(
-    connection_class: type[async_connection.AbstractConnection],
+def sentinel_pool(
+    classes: Classes,
+    connection_class: type,
     settings: Mapping[str, Any],
     service: str,
-    sentinels: Iterable[tuple[type[async_connection.AbstractConnection], Mapping[str, Any]]],
+    sentinels: Iterable[tuple[type, Mapping[str, Any]]],
     manager_options: Mapping[str, Any] | None = None,
-) -> AsyncSentinelPool:
+) -> Any:
     """Return a pool of connections to the primary of *service*; nothing is sent yet.
 
     Args:
+        classes: the kind of client.
         connection_class: class of the connections to the primary.
         settings: settings of the connections to the primary.
         service: name under which the Sentinels know the primary.
         sentinels: connection class and settings for each Sentinel.
         manager_options: further options of redis-py's ``Sentinel``.
     """
-    make_manager: Any = _AsyncSentinel
-    manager = make_manager([], sentinel_kwargs={}, **(manager_options or {}))
+    manager = classes.sentinel([], sentinel_kwargs={}, **(manager_options or {}))
     manager.sentinels = [
-        redis.asyncio.Redis.from_pool(
-            async_connection.ConnectionPool(
-                connection_class=sentinel_class, **{**given, **_SETTINGS, "retry": AsyncRetry(NoBackoff(), 0)}
+        classes.client.from_pool(
+            classes.connections.ConnectionPool(
+                connection_class=kind, **{**given, **_SETTINGS, "retry": classes.retry(NoBackoff(), 0)}
             )
         )
-        for sentinel_class, given in sentinels
+        for kind, given in sentinels
     ]
-    make_pool: Any = AsyncSentinelPool
-    pool: AsyncSentinelPool = make_pool(service, manager, connection_class=connection_class, **settings)
-    return pool
+    return classes.sentinel_pool(service, manager, connection_class=connection_class, **settings)
 
 
 def forced_host(manager: Any) -> str | None:

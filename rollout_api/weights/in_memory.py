@@ -225,19 +225,10 @@ class TensorsInMemory:
 class _CurrentClient:
     """Forwards a sender's calls, so that the sender can outlive the client that it was created with."""
 
-    target: Any
+    target: Any = None
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.target.init_weight_transfer_engine(init_info)
-
-    def start_weight_update(self) -> None:
-        self.target.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.target.update_weights(update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.target.finish_weight_update(weight_version)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
 
 
 class _RecordedSource:

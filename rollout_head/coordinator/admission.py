@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
 from rollout_head.coordinator.open_requests import OpenRequest, SiblingLengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_head.coordinator.admission import RequestAdmission
 from rollout_head.coordinator.engines import Engines, Reconciliation

@@ -15,7 +15,7 @@ from rollout_api.protocol.messages import (
     WeightUpdate,
     decode,
 )
-from rollout_api.redis_client.batch_pacer import BatchPacer
+from rollout_api.redis_client.retry import BatchPacer
 from rollout_head.coordinator.admission import RequestAdmission, move_to_dead_letters
 from rollout_head.coordinator.engines import Engines
 from rollout_head.coordinator.orders import EngineOrders

@@ -15,8 +15,8 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.prompts import Prompt
 from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, RolloutId, UpdateMode
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.retry import retry

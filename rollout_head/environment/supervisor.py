@@ -17,7 +17,7 @@ from enum import StrEnum
 from itertools import chain, count
 from typing import Any, Final
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.spec import Environment
 from rollout_head.environment.process import EnvironmentProcess
 

@@ -23,9 +23,8 @@ import redis
 import zstandard
 from numpy.typing import NDArray
 
-from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draft_sources
+from rollout_api.protocol.history_encoding import decode_draft_sources, encode_draft_sources, rollout_key
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
 from rollout_store.history.metadata import HistoryMetadata
 from rollout_store.history.records import HistoryRecord

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED, rollout_key
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
 from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.records import HistoryRecord

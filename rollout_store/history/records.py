@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draft_sources
+from rollout_api.protocol.history_encoding import decode_draft_sources, encode_draft_sources
 
 RECORD_VERSION = 1
 """Version of the encoding."""
@@ -65,7 +65,7 @@ class HistoryRecord:
     draft_sources: bytes = b""
     """Code of each token, one byte for a token: whether it is an accepted draft token, and its source.
 
-    See :mod:`rollout_api.protocol.draft_sources`. Empty if no draft was verified, or if it is unknown."""
+    See :mod:`rollout_api.protocol.history_encoding`. Empty if no draft was verified, or if it is unknown."""
 
     @property
     def cut_off(self) -> bool:

@@ -17,8 +17,7 @@ import redis
 import zstandard
 
 from rollout_api.length_stats import LengthStats
-from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
-from rollout_api.protocol.length_entries import (
+from rollout_api.protocol.history_encoding import (
     LengthEntry,
     pack_entry,
     pack_recent,
@@ -26,6 +25,7 @@ from rollout_api.protocol.length_entries import (
     unpack_entries,
     unpack_recent,
 )
+from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
 from rollout_store.history.catalog import ProblemCatalog, ProblemChange, query_problems, raise_unless_key_error
 from rollout_store.history.metadata import HistoryInfo, HistoryMetadata, list_histories

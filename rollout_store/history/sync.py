@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 import redis
 
-from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.redis_client.retry import is_transient
 from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.records import START, HistoryRecord, TokenArray

@@ -21,10 +21,9 @@ from redis.exceptions import RedisError, ResponseError
 from rich.console import Console
 from rich.text import Text
 
-from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.redis_client.checks import RedisUnusableError, explain_error
-from rollout_api.redis_client.connection import connect_history
+from rollout_api.protocol.status import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
+from rollout_api.redis_client.connection import RedisUnusableError, connect_history, explain_error
 from rollout_api.redis_client.server_functions import Redis
 from rollout_api.status_token import StatusToken, StatusTokenError
 from rollout_store.history.archive import ArchiveError, export_history, import_history

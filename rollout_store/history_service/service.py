@@ -16,7 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from rollout_api.http_server import HttpServer
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_api.redis_client.retry import is_transient
 from rollout_api.redis_client.server_functions import Redis
 from rollout_api.status_token import StatusToken

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout_api.length_stats import LengthStats
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_store.history.contents import Decoder, ProblemContents
 from rollout_store.history.records import HistoryRecord

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import redis.asyncio
 
-from rollout_api.protocol.dead_letters import add_dead_letter
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy
 from rollout_store.job.limits import ENTRIES_PER_PAGE
 from rollout_store.job.part import StorePart, as_text
+
+_MAX_DEAD_LETTERS = 1000
+"""Approximate number of dead letters that are kept; the oldest are deleted."""
 
 
 class Stream(StrEnum):
@@ -103,3 +105,17 @@ def arrival_time(entry_id: str) -> float:
 
 def _entry(entry_id: bytes | str, fields: dict[bytes, bytes]) -> Entry:
     return Entry(as_text(entry_id), fields)
+
+
+def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes, reason: str) -> None:
+    """Keep a message and the reason why it could not be processed.
+
+    Args:
+        client: a synchronous Redis client, or a pipeline.
+        dead_letters: key of the job's dead letters.
+        stream: key of the stream that contained the message.
+        data: the message.
+        reason: why it could not be processed.
+    """
+    fields = {MESSAGE_FIELD: data, "reason": reason, "stream": stream}
+    client.xadd(dead_letters, fields, maxlen=_MAX_DEAD_LETTERS, approximate=True)

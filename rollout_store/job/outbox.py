@@ -8,10 +8,9 @@ from typing import Any
 
 import redis
 
-from rollout_api.protocol.dead_letters import add_dead_letter
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import RolloutId
-from rollout_store.job.incoming import Entry
+from rollout_store.job.incoming import Entry, add_dead_letter
 from rollout_store.job.ledger import LedgerEntry
 from rollout_store.job.part import as_text
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect, connect_history

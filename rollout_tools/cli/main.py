@@ -22,7 +22,8 @@ from rich.console import Console
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
-from rollout_api.protocol.exit_codes import (
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.status import (
     EXIT_DEADLINE,
     EXIT_ENGINE,
     EXIT_INTERRUPTED,
@@ -31,7 +32,6 @@ from rollout_api.protocol.exit_codes import (
     EXIT_REDIS,
     EXIT_STATE,
 )
-from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
 from rollout_head.dataset.report import EpochMode
 from rollout_store.models.model_source import (
@@ -180,8 +180,7 @@ def head(
     model_cache: ModelCache = None,
 ) -> None:
     """Run the head of a job on several machines until the job is closed. Restart the head if it fails."""
-    from rollout_api.redis_client.checks import wait_until_usable
-    from rollout_api.redis_client.connection import connect, connect_history
+    from rollout_api.redis_client.connection import connect, connect_history, wait_until_usable
     from rollout_api.redis_client.retry import retry
     from rollout_head.head import HeadInputs, run_head
     from rollout_store.job.launcher import LauncherStore
@@ -343,8 +342,7 @@ def serve(
     Further options are passed to vLLM's API server, for example --enable-auto-tool-choice --tool-call-parser=hermes.
     """
     from rollout_api.client.request_client import RequestClient
-    from rollout_api.redis_client.checks import check
-    from rollout_api.redis_client.connection import connect
+    from rollout_api.redis_client.connection import check, connect
     from rollout_server.access import AccessMiddleware, Tokens, TokensError
     from rollout_server.server import ServerArgumentError, build_app, serve
 
@@ -407,8 +405,7 @@ def end(
 
     Finished rollouts are moved to the job's history, and its clients are told the reason.
     """
-    from rollout_api.redis_client.checks import check
-    from rollout_api.redis_client.connection import connect, connect_history
+    from rollout_api.redis_client.connection import check, connect, connect_history
     from rollout_head.ending import EndState, end_job
     from rollout_store.history.store import HistoryStore
 

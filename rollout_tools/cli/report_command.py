@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_api.protocol.messages import CodecError
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.protocol.status import EXIT_STATE
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_store.models.model_source import local_tokenizer
 from rollout_store.runtime.command_line import default_cache, exit_with_error
 from rollout_tools.cli.exit_errors import exit_with_message
@@ -237,8 +237,8 @@ def _bundle_folder(name: str) -> str:
 
 
 def _collect_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
-    from rollout_api.bundle.archive import BundleArchive
-    from rollout_api.bundle.redaction import Redactor
+    from rollout_api.bundle import BundleArchive
+    from rollout_api.redaction import Redactor
     from rollout_tools.cli.bundle_parts import collect
 
     file = io.BytesIO()

@@ -18,10 +18,9 @@ from rich.console import Console
 
 from rollout_api.client.job_info import parse_status
 from rollout_api.length_stats import LengthStats
-from rollout_api.protocol.exit_codes import EXIT_ENGINE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError
-from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
+from rollout_api.protocol.status import EXIT_ENGINE, CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_api.redis_client.connection import connect_async, connect_history
 from rollout_store.history.store import HistoryStore, LengthLookup

@@ -58,7 +58,7 @@ class MachineFacts:
     outgoing_ports: tuple[int, int] | None
     """First and last port that the system gives to outgoing connections."""
     versions: Mapping[str, str | None]
-    """Versions of the distributions das-rollout and das-rollout-client; None if one is not installed."""
+    """Versions of the distributions das-rollout and das-rollout-api; None if one is not installed."""
 
 
 def judge_machine(facts: MachineFacts) -> list[Finding]:
@@ -185,7 +185,7 @@ def _ports(outgoing: tuple[int, int] | None) -> Finding:
     return ok(check, seen)
 
 
-_OWN_DISTRIBUTIONS = ("das-rollout", "das-rollout-client")
+_OWN_DISTRIBUTIONS = ("das-rollout", "das-rollout-api")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is examined, and nothing is written there
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_store.models.model_source import ModelError, find_model, load_tokenizer, read_config
 from rollout_tools.doctor.findings import GIB, Finding, error, ok, size_text, warning

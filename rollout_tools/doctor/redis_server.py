@@ -17,8 +17,14 @@ from typing import Any
 import redis
 
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, without_password
-from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, is_full
-from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.connection import (
+    RedisUnusableError,
+    check,
+    connect,
+    connect_history,
+    explain_error,
+    is_full,
+)
 from rollout_api.redis_client.retry import is_out_of_memory
 from rollout_tools.doctor.findings import Finding, error, ok, size_text, warning
 

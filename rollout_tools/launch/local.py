@@ -18,12 +18,11 @@ import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
 from rollout_api.errors import JobEndedError
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
 from rollout_api.redis_client.address import without_password
-from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error
-from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.connection import RedisUnusableError, check, connect, connect_history, explain_error
 from rollout_api.redis_client.retry import retry
 from rollout_head.child_services import END_POLL_INTERVAL_S, JobServices
 from rollout_head.dataset.report import EpochMode, JobReport

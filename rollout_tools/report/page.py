@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES
 from rollout_tools.report.acceptance import (
     acceptance_by_age,
     acceptance_by_position,

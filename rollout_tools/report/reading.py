@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import redis
 
+from rollout_api.protocol.history_encoding import LengthEntry, rollout_key
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.protocol.length_entries import LengthEntry, rollout_key
 from rollout_api.protocol.messages import Purpose, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
-from rollout_api.redis_client.checks import explain_error
-from rollout_api.redis_client.connection import connect_async, connect_history
+from rollout_api.redis_client.connection import connect_async, connect_history, explain_error
 from rollout_head.dataset.source import CLIENT_NAME
 from rollout_store.history.contents import Decoder, decoder_of
 from rollout_store.history.records import HistoryRecord

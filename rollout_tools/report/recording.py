@@ -59,7 +59,7 @@ class ViewedRollout:
     sources: list[int]
     """Code of each of these tokens: whether it is an accepted draft token, and its source.
 
-    See :mod:`rollout_api.protocol.draft_sources`. Empty if no draft was verified, or if it is unknown."""
+    See :mod:`rollout_api.protocol.history_encoding`. Empty if no draft was verified, or if it is unknown."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_store.job.engine_errors import EngineError
 from rollout_store.models.model_source import max_positions

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED, encode_draft_sources
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED, encode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, RoutedExperts, WeightSpan, spans_since
 from rollout_worker.engine.sampling_params import StopStrings
 from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
@@ -23,10 +23,10 @@ class ResponseDraftCounts(NamedTuple):
     """What the drafter knows about the draft tokens of one response."""
 
     drafted_by_source: Sequence[int] = (0,) * len(DRAFT_SOURCES)
-    """Number of verified draft tokens of each of the :data:`~rollout_api.protocol.draft_sources.DRAFT_SOURCES`."""
+    """Number of verified draft tokens of each of the :data:`~rollout_api.protocol.history_encoding.DRAFT_SOURCES`."""
     token_sources: bytes = b""
     """Code of each response token up to the last accepted draft token; see
-    :mod:`rollout_api.protocol.draft_sources`.
+    :mod:`rollout_api.protocol.history_encoding`.
 
     It includes the prefix, and accepted draft tokens beyond the end of the response, which vLLM cuts off."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.weights.gloo import GLOO
 from rollout_store.job import JobStore

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import redis
 
-from rollout_api.redis_client.checks import wait_until_usable
-from rollout_api.redis_client.connection import connect
+from rollout_api.redis_client.connection import connect, wait_until_usable
 from rollout_store.job.engine_groups import EngineGroupStore, GroupMember, GroupOffer
 from rollout_store.job.limits import GROUP_INTERVAL_S, GROUP_LOSS_S
 from rollout_store.job.setup import JobSetup

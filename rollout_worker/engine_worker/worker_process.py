@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING
 
 import redis
 
-from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
-from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.connection import (
+    RedisUnusableError,
+    check,
+    connect,
+    connect_history,
+    explain_error,
+    wait_until_usable,
+)
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
 from rollout_worker.engine_worker.engines import check_ray, running_engines

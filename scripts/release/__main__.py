@@ -136,7 +136,7 @@ class ReleaseCheck:
         redis.Redis.from_url(self._redis_url).flushall()
         (directory / "session").mkdir()
         check_client(python, self._redis_url, directory / "session")
-        self._write_sbom("das-rollout-client", python, ROOT / "client" / "pyproject.toml")
+        self._write_sbom("das-rollout-api", python, ROOT / "rollout_api" / "pyproject.toml")
 
     def _check_package(self, distributions: Distributions, version: str) -> None:
         directory = self._directory / f"package-{version}"

@@ -41,11 +41,11 @@ def build_pure(tools: Path, directory: Path) -> Distributions:
     for pattern in ("das_rollout*.whl", "das_rollout*.tar.gz"):
         for path in directory.glob(pattern):
             path.unlink()
-    run(tools, "-m", "build", "--outdir", directory, ROOT / "client")
+    run(tools, "-m", "build", "--outdir", directory, ROOT / "rollout_api")
     run(tools, "-m", "build", "--sdist", "--outdir", directory, ROOT)
     [client_source], [client] = (
-        directory.glob("das_rollout_client-*.tar.gz"),
-        directory.glob("das_rollout_client-*.whl"),
+        directory.glob("das_rollout_api-*.tar.gz"),
+        directory.glob("das_rollout_api-*.whl"),
     )
     [source] = directory.glob("das_rollout-*.tar.gz")
     return Distributions(client_source, client, source)
@@ -82,7 +82,8 @@ def check_contents(tools: Path, distributions: Distributions) -> None:
     """
     run(tools, "-m", "twine", "check", "--strict", *distributions.paths())
     check = (tools.with_name("check-wheel-contents"), "--no-config")
-    run(*check, "--package", ROOT / "rollout_api", distributions.client)
+    omitted = "LICENSE,README.md,pyproject.toml,__pycache__,*.pyc"
+    run(*check, "--package", ROOT / "rollout_api", "--package-omit", omitted, distributions.client)
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
     expected = [option for package in packages for option in ("--package", ROOT / package)]
     for python, wheel in distributions.wheels.items():

@@ -18,8 +18,8 @@ VERSION = re.compile(r"\d+\.\d+\.\d+")
 CHART = "charts/das-rollout/Chart.yaml"
 PLACES = (
     ("pyproject.toml", re.compile(r'^version = "(.*)"$', re.MULTILINE)),
-    ("pyproject.toml", re.compile(r'"das-rollout-client==([^"]*)"')),
-    ("client/pyproject.toml", re.compile(r'^version = "(.*)"$', re.MULTILINE)),
+    ("pyproject.toml", re.compile(r'"das-rollout-api==([^"]*)"')),
+    ("rollout_api/pyproject.toml", re.compile(r'^version = "(.*)"$', re.MULTILINE)),
     (CHART, re.compile(r"^version: (.*)$", re.MULTILINE)),
     (CHART, re.compile(r'^appVersion: "(.*)"$', re.MULTILINE)),
 )

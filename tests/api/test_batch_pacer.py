@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_api.redis_client.batch_pacer import BatchPacer
+from rollout_api.redis_client.retry import BatchPacer
 
 
 def pauses(rate: float, seconds: float = 5.0) -> list[float]:

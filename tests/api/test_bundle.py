@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.bundle.archive import BundleArchive, read_archive
-from rollout_api.bundle.cluster import ContainerLog, Evidence
-from rollout_api.bundle.redaction import HIDDEN, Redactor, is_secret_name
+from rollout_api.bundle import BundleArchive, ContainerLog, Evidence, read_archive
+from rollout_api.redaction import HIDDEN, Redactor, is_secret_name
 
 
 def test_parts_that_fail_are_explained_beside_those_that_exist() -> None:

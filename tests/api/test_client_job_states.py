@@ -26,7 +26,7 @@ from rollout_api import (
     RolloutClientError,
     VersionMismatchError,
 )
-from rollout_api.client import job_monitor
+from rollout_api.client import job_state
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import job_uid_key
 from rollout_api.redis_client import retry
@@ -106,7 +106,7 @@ def test_connecting_to_an_ended_job_is_an_error(redis_url: str, job: FakeJob) ->
 def test_missing_coordinator_is_logged_and_awaited(
     redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_monitor, "_COORDINATOR_GRACE_S", 0.5)
+    monkeypatch.setattr(job_state, "_COORDINATOR_GRACE_S", 0.5)
     with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
         job.wait_for_requests(3)
         wait_for(lambda: "has had no coordinator" in caplog.text)

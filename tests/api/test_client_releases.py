@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from rollout_api import AsyncRolloutClient, Cancel, Prompt, RolloutClient
-from rollout_api.client import job_monitor
+from rollout_api.client import job_state
 from tests.support.client_tests import PROMPTS, num_results, run
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for
@@ -83,7 +83,7 @@ def test_unread_step_does_not_block_another(redis_url: str, job: FakeJob) -> Non
 def test_requests_wait_while_the_job_is_at_capacity(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_monitor, "_INTERVAL_S", 0.1)
+    monkeypatch.setattr(job_state, "_INTERVAL_S", 0.1)
     job = FakeJob(redis_url, max_rollouts=10)
     job.publish_status(waiting=10)
     with RolloutClient.connect(redis_url, job.name) as client:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.protocol.draft_sources import (
+from rollout_api.protocol.history_encoding import (
     DRAFT_SOURCES,
     decode_draft_sources,
     encode_draft_sources,

@@ -9,8 +9,7 @@ import pytest
 from rollout_operator.cluster.bundle_collector import bundle_config_map as kept_config_map
 from rollout_operator.objects import names
 
-from rollout_api.bundle.archive import read_archive
-from rollout_api.bundle.cluster import Evidence
+from rollout_api.bundle import Evidence, read_archive
 from rollout_api.kubectl_plugin import kubectl as pods
 from rollout_api.kubectl_plugin.bundle import belongs_to, bundle_config_map, kept_archive
 from rollout_api.kubectl_plugin.cli import build_parser, main

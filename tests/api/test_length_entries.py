@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.protocol.length_entries import (
+from rollout_api.protocol.history_encoding import (
     ENTRY_BYTES,
     KEY_BYTES,
     LengthEntry,

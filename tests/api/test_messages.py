@@ -36,7 +36,7 @@ from rollout_api import (
     encode,
     problem_id_of,
 )
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, encode_draft_sources
 from rollout_api.protocol.messages import MESSAGES, InitWeightTransfer, Message, TransferStep, WeightTransfer
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,15 @@ import redis
 import redis.sentinel
 
 from rollout_api.ports import free_port
-from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
-from rollout_api.redis_client.connection import connect, connect_async, connect_history
+from rollout_api.redis_client.connection import (
+    RedisUnusableError,
+    check,
+    connect,
+    connect_async,
+    connect_history,
+    explain_error,
+    wait_until_usable,
+)
 from rollout_api.redis_client.retry import is_transient, retry
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 from tests.support.waiting import wait_for
@@ -103,7 +110,7 @@ def test_starting_process_waits_for_a_full_server(redis_url: str, caplog: pytest
 
 
 def test_wait_for_a_full_server_is_limited(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_api.redis_client.checks.START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollout_api.redis_client.connection.START_TIMEOUT_S", 0.1)
     client = connect(redis_url)
     client.config_set("maxmemory", 1)
     try:
@@ -337,7 +344,7 @@ def test_every_primary_of_a_cluster_is_checked(cluster: Cluster, number: int, mo
                 check(client, cluster.url)
         finally:
             node.config_set("maxmemory-policy", "noeviction")
-        monkeypatch.setattr("rollout_api.redis_client.checks.START_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("rollout_api.redis_client.connection.START_TIMEOUT_S", 0.1)
         node.config_set("maxmemory", 1)
         try:
             with pytest.raises(RedisUnusableError, match="bytes of 1 are used; raise maxmemory"):

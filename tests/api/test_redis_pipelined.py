@@ -190,8 +190,8 @@ def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replic
             slow = asyncio.ensure_future(client.execute_command(b"slow"))
             with pytest.raises(redis.exceptions.ReadOnlyError):
                 await refused
-            wire = client._shared  # type: ignore[attr-defined]
-            late = wire.send(b"late")
+            connection = client._shared  # type: ignore[attr-defined]
+            late = connection.send(b"late")
             with pytest.raises(redis.ConnectionError):
                 await late
             assert b"slow" == await asyncio.wait_for(slow, 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api import RewardStats
-from rollout_api.protocol.length_entries import LengthEntry
+from rollout_api.protocol.history_encoding import LengthEntry
 
 rewards = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False)
 entries = st.lists(

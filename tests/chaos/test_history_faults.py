@@ -22,8 +22,8 @@ import pytest
 
 from rollout_api import AsyncRolloutClient, Prompt, Rollout
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.connection import connect
 from rollout_head.relay import Relay
 from rollout_store.history.metadata import list_histories

@@ -13,7 +13,7 @@ from rollout_operator.objects.names import labels as operator_labels
 from rollout_operator.objects.pods import head_pod, server_pod, worker_pod
 
 from rollout_api import parse_job
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_tools.doctor.cluster.installation import (
     MIN_KUBERNETES,
     OPERATOR_SELECTOR,

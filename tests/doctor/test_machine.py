@@ -38,7 +38,7 @@ GOOD = MachineFacts(
     shared_memory=8 * GIB,
     open_files=1_048_576,
     outgoing_ports=(32768, 60999),
-    versions={"das-rollout": "1.0", "das-rollout-client": "1.0"},
+    versions={"das-rollout": "1.0", "das-rollout-api": "1.0"},
 )
 
 
@@ -52,9 +52,9 @@ def test_a_good_machine_gives_no_advice() -> None:
     ("changes", "check", "severity", "seen"),
     [
         ({"python": (3, 10, 4)}, "Python", Severity.ERROR, "3.10.4"),
-        ({"versions": {"das-rollout": "1.0", "das-rollout-client": "0.9"}}, "das-rollout", Severity.ERROR, "0.9"),
+        ({"versions": {"das-rollout": "1.0", "das-rollout-api": "0.9"}}, "das-rollout", Severity.ERROR, "0.9"),
         (
-            {"versions": {"das-rollout": "1.0", "das-rollout-client": None}},
+            {"versions": {"das-rollout": "1.0", "das-rollout-api": None}},
             "das-rollout",
             Severity.ERROR,
             "not installed",
@@ -91,7 +91,7 @@ def test_the_facts_are_those_of_this_machine(tmp_path: Path) -> None:
     assert len(os.sched_getaffinity(0)) == facts.cores
     assert str(tmp_path) == facts.cache
     assert abs(shutil.disk_usage(tmp_path).free - facts.cache_space) < GIB
-    assert facts.versions["das-rollout"] == facts.versions["das-rollout-client"]
+    assert facts.versions["das-rollout"] == facts.versions["das-rollout-api"]
 
 
 def write(directory: Path, **files: str) -> None:

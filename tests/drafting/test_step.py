@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import SOURCES

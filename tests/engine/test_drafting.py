@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.draft_sources import SAMPLED, decode_draft_sources
+from rollout_api.protocol.history_encoding import SAMPLED, decode_draft_sources
 from rollout_api.protocol.messages import DraftMode
 from tests.support.engines import MAX_DRAFT_TOKENS, EngineHarness
 from tests.support.reference_model import MAX_POSITIONS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED
 from rollout_store.history.store import HistoryStore
 from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.batch import Batch

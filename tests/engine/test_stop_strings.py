@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.draft_sources import decode_draft_sources
+from rollout_api.protocol.history_encoding import decode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
 from rollout_worker.engine.sampling_params import StopStrings, token_decoder

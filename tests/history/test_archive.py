@@ -11,8 +11,8 @@ import pytest
 import redis
 import zstandard
 
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
 from rollout_store.history.archive import (

@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from rollout_api.ports import free_port
-from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.status import EXIT_REDIS, EXIT_STATE
 from rollout_api.redis_client.connection import connect_history
 from rollout_store.history.metadata import list_histories
 from rollout_store.history.records import HistoryRecord

@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, encode_draft_sources
 from rollout_store.history.records import (
     BLOCK_COMPRESSION_LEVEL,
     RECORD_VERSION,

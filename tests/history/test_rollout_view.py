@@ -17,7 +17,7 @@ from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
-from rollout_api.protocol.exit_codes import EXIT_STATE
+from rollout_api.protocol.status import EXIT_STATE
 from rollout_api.redis_client.connection import connect_history
 from rollout_store.history.contents import _texts, load_decoder
 from rollout_store.history.records import HistoryRecord

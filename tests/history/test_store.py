@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import redis
 
+from rollout_api.protocol.history_encoding import pack_entry, rollout_key
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import pack_entry, rollout_key
 from rollout_api.redis_client.connection import connect_history
 from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.metadata import HistoryMismatchError

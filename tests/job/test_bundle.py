@@ -13,11 +13,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rollout_api import FinishReason, RolloutClient
-from rollout_api.bundle.archive import read_archive
+from rollout_api.bundle import read_archive
 from rollout_api.ports import free_port
-from rollout_api.protocol.dead_letters import add_dead_letter
-from rollout_api.protocol.exit_codes import EXIT_STATE
+from rollout_api.protocol.status import EXIT_STATE
 from rollout_head.child_services import JobServices
+from rollout_store.job.incoming import add_dead_letter
 from rollout_store.job.setup import JobSetup
 from rollout_tools.cli.main import app
 from rollout_tools.launch.job_state import RecordedRedis, record_manifest, record_redis

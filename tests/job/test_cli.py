@@ -17,8 +17,8 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from rollout_api.protocol import exit_codes
-from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_STATE
+from rollout_api.protocol import status as protocol_status
+from rollout_api.protocol.status import EXIT_MANIFEST, EXIT_MODEL, EXIT_STATE
 from rollout_api.status_token import TOKEN_VARIABLE
 from rollout_tools.cli.main import app, run_until_terminated
 from tests.support.random_policies import TASKS, make_policies
@@ -166,7 +166,7 @@ def test_exit_codes_are_those_that_operators_write_into_failure_policies() -> No
         "EXIT_MODEL": 7,
         "EXIT_INTERRUPTED": 130,
     }
-    assert codes == {name: code for name, code in vars(exit_codes).items() if name.startswith("EXIT_")}
+    assert codes == {name: code for name, code in vars(protocol_status).items() if name.startswith("EXIT_")}
     documented = CliRunner().invoke(app, ["--help"]).output.partition("Exit codes:")[2]
     assert {0, 1, *codes.values()} == set(map(int, re.findall(r"\d+", documented)))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 
 OWNER = """

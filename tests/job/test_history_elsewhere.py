@@ -14,9 +14,9 @@ import redis
 import yaml
 
 from rollout_api.ports import free_port
-from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.messages import encode
+from rollout_api.protocol.status import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.redis_client.connection import connect
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore

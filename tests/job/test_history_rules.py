@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
 from rollout_api.redis_client.connection import connect
 from rollout_head.ending import end_job

@@ -12,7 +12,7 @@ import yaml
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_tools.cli.job_address import FoundJob, JobAddressError, find_job
 from rollout_tools.launch.job_state import RecordedRedis, record_redis
 

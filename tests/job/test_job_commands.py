@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollout_api import FinishReason, RolloutClient
 from rollout_api.ports import free_port
-from rollout_api.protocol.exit_codes import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
+from rollout_api.protocol.status import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
 from rollout_head.child_services import JobServices
 from rollout_store.job.setup import JobSetup
 from rollout_tools.cli.main import app

@@ -20,8 +20,8 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Partial, RolloutRequest, WeightSpan, decode, encode
 from rollout_api.redis_client.connection import connect
+from rollout_api.redis_client.pipelined import PipelinedConnection
 from rollout_api.redis_client.server_functions import read_source
-from rollout_api.redis_client.wire import Wire
 from rollout_head.relay import Relay
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore
@@ -384,7 +384,7 @@ def answer_requests(url: str, stop_before: int) -> None:
 
     sync_send = redis.connection.AbstractConnection.send_packed_command
     async_send = redis.asyncio.connection.AbstractConnection.send_packed_command
-    flush = Wire._flush
+    flush = PipelinedConnection._flush
 
     def counted_sync(self: Any, *args: Any, **options: Any) -> Any:
         count()
@@ -394,11 +394,11 @@ def answer_requests(url: str, stop_before: int) -> None:
         count()
         return await async_send(self, *args, **options)
 
-    def counted_flush(self: Wire) -> None:
+    def counted_flush(self: PipelinedConnection) -> None:
         count()
         flush(self)
 
-    Wire._flush = counted_flush  # type: ignore[method-assign]
+    PipelinedConnection._flush = counted_flush  # type: ignore[method-assign]
     redis.connection.AbstractConnection.send_packed_command = counted_sync
     redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async
     harness = StoreHarness(url)

@@ -14,7 +14,7 @@ from rollout_operator.objects.job_context import JobContext
 from rollout_operator.objects.pods import head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
-from rollout_api.protocol.exit_codes import EXIT_MODEL
+from rollout_api.protocol.status import EXIT_MODEL
 from tests.support.model_hub import COMMIT, model_hub
 from tests.support.random_policies import make_policies
 

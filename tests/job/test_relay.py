@@ -11,8 +11,8 @@ import msgpack
 import pytest
 import redis
 
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
 from rollout_api.redis_client.connection import connect
 from rollout_head.relay import Relay

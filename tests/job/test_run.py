@@ -21,9 +21,8 @@ import redis
 import yaml
 from typer.testing import CliRunner
 
-from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.protocol.status import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE, CoordinatorStatus
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.ledger import LedgerEntry
 from rollout_store.runtime.embedded_redis import EmbeddedRedis

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
+from rollout_api.protocol.status import EXIT_INTERRUPTED
 from tests.support.pod_processes import PodProcesses
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

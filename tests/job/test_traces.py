@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from rollout_api import Prompt, RequestClient
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.traceparent import parse_traceparent
+from rollout_api.client.job_info import parse_traceparent
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Close, Message, RolloutId, RolloutRequest, decode, encode

@@ -20,8 +20,7 @@ from rollout_operator.cluster.object_cache import ObjectCache
 from rollout_operator.objects.observed import Target
 from rollout_operator.planning.actions import DeleteWorkload, KeepBundle, Plan
 
-from rollout_api.bundle.archive import read_archive
-from rollout_api.bundle.cluster import ARCHIVE_KEY, ContainerLog, Evidence
+from rollout_api.bundle import ARCHIVE_KEY, ContainerLog, Evidence, read_archive
 from rollout_api.ports import free_port
 from tests.support.planned_jobs import running_job
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_api.manifest.runtime import RUNTIME_PLURALS, SCALING_FIELDS
+from rollout_api.manifest.pod_spec import RUNTIME_PLURALS, SCALING_FIELDS
 from scripts import crd, image_requirements
 
 

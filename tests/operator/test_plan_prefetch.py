@@ -8,7 +8,7 @@ import pytest
 from rollout_operator.objects import names
 from rollout_operator.planning.actions import DeletePod
 
-from rollout_api.protocol.exit_codes import EXIT_MODEL
+from rollout_api.protocol.status import EXIT_MODEL
 from tests.support.planned_jobs import spec
 from tests.support.simulated_cluster import SimulatedCluster
 

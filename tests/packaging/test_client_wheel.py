@@ -14,7 +14,7 @@ import pytest
 from scripts.release.environments import CLIENT_PYTHONS, check_client, create_environment, find_python, install
 from scripts.repository import ROOT, tracked_files
 
-CLIENT = ROOT / "client"
+CLIENT = ROOT / "rollout_api"
 MAX_MEGABYTES = 20
 
 
@@ -57,7 +57,8 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions: tuple[Path, P
     wheel, _ = distributions
     assert wheel.name.endswith("-py3-none-any.whl")
     metadata = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
-    expected = set(tracked_files("rollout_api/*"))
+    about = {f"rollout_api/{name}" for name in ("LICENSE", "README.md", "pyproject.toml")}
+    expected = set(tracked_files("rollout_api/*")) - about
     assert expected == {name for name in names(wheel) if not name.startswith(metadata)}
     assert f"{metadata}/licenses/LICENSE" in names(wheel)
     with zipfile.ZipFile(wheel) as archive:
@@ -86,6 +87,5 @@ def test_the_license_is_that_of_the_repository() -> None:
 
 
 def test_the_package_has_none_of_the_clients_files() -> None:
-    client, package = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (CLIENT, ROOT))
-    shared = {*client["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
-    assert set() == shared & {*package["tool"]["scikit-build"]["wheel"]["packages"]}
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert CLIENT.name not in package["tool"]["scikit-build"]["wheel"]["packages"]

@@ -11,8 +11,8 @@ import redis
 from typer.testing import CliRunner, Result
 
 from rollout_api.ports import free_port
-from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.status import EXIT_REDIS, EXIT_STATE
 from rollout_tools.cli.main import app
 from rollout_tools.launch.job_state import RecordedRedis, record_redis
 from rollout_tools.report.recording import load_recording, save_recording

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
-from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_store.history.contents import decoder_of, show_ids
 from rollout_store.history.records import HistoryRecord
 from rollout_store.job import EngineReport, JobStore

@@ -15,7 +15,7 @@ import pytest
 
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sources
+from rollout_api.protocol.history_encoding import DRAFT_SOURCES, decode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_store.history.records import HistoryRecord

@@ -26,8 +26,8 @@ from rollout_api import (
     decode,
     encode,
 )
+from rollout_api.protocol.history_encoding import pack_entry, pack_recent
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
-from rollout_api.protocol.length_entries import pack_entry, pack_recent
 from rollout_api.protocol.messages import InitWeightTransfer, Message
 from tests.support.waiting import wait_for
 

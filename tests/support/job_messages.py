@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.draft_sources import encode_draft_sources
+from rollout_api.protocol.history_encoding import encode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutRequest, WeightSpan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.protocol.history_encoding import rollout_key
 from rollout_store.history.sync import HistoryRollout, rollout_name
 
 

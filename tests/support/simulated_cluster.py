@@ -26,7 +26,7 @@ from rollout_operator.planning.actions import (
 from rollout_operator.planning.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
+from rollout_api.protocol.status import EXIT_INTERRUPTED
 from tests.support import kueue
 
 JOB = "math"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout_api import RolloutClient, WeightsError
-from rollout_api.integrations.trl_weights import TrlWeights
+from rollout_api.integrations.trl import TrlWeights
 from rollout_api.integrations.weight_routes import why_not_from_memory
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
@@ -133,7 +133,7 @@ from types import SimpleNamespace
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 from rollout_api import RolloutClient, RolloutClientError
-from rollout_api.integrations.trl_weights import TrlWeights
+from rollout_api.integrations.trl import TrlWeights
 
 url, job = sys.argv[1:]
 accelerator = Accelerator(cpu=True)

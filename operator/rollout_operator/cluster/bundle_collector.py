@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout_api.bundle.archive import BundleArchive
-from rollout_api.bundle.cluster import ARCHIVE_KEY, ContainerLog, Evidence
-from rollout_api.bundle.redaction import Redactor
+from rollout_api.bundle import ARCHIVE_KEY, BundleArchive, ContainerLog, Evidence
+from rollout_api.redaction import Redactor
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, pod_reference
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest, format_timestamp

@@ -14,8 +14,8 @@ import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from rollout_api.manifest.pod_spec import CLUSTER_RUNTIME_KIND, RUNTIME_KIND, RUNTIME_PLURALS
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from rollout_api.manifest.runtime import CLUSTER_RUNTIME_KIND, RUNTIME_KIND, RUNTIME_PLURALS
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest
 from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL

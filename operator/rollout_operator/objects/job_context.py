@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from rollout_api.manifest.field_types import SecretKey
+from rollout_api.manifest.pod_spec import RUNTIME_SECTIONS, SCALING_FIELDS
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError, RolloutJob, parse_job
-from rollout_api.manifest.runtime import RUNTIME_SECTIONS, SCALING_FIELDS
 from rollout_api.manifest.spec import Redis
 from rollout_api.manifest.status import PodGroup, Revision
 from rollout_operator.objects import names

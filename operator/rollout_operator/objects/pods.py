@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rollout_api.manifest.field_types import SecretKey
+from rollout_api.manifest.field_types import SecretKey, parse_quantity
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Server, Toleration, Workers
-from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator.objects import names

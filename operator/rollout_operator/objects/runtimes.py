@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from rollout_api.manifest.pod_spec import CLUSTER_RUNTIME_KIND
 from rollout_api.manifest.rollout_job import FieldError, ManifestError
-from rollout_api.manifest.runtime import CLUSTER_RUNTIME_KIND
 from rollout_operator.objects.observed import Manifest
 from rollout_operator.objects.strategic_merge import PatchError, combine_patches
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule, Lifecycle
 from rollout_api.manifest.status import Failure, RolloutJobStatus
-from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
+from rollout_api.protocol.status import EXIT_INTERRUPTED, EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Observed, PodView, format_timestamp
 from rollout_operator.planning.actions import PlanBuilder

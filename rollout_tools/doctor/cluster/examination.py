@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError
+from rollout_api.manifest.pod_spec import RUNTIME_PLURALS
 from rollout_api.manifest.rollout_job import API_VERSION, PLURAL, RolloutJob
-from rollout_api.manifest.runtime import RUNTIME_PLURALS
 from rollout_api.redis_client.address import parse_address
 from rollout_tools.doctor.cluster.crd_digests import CRD_DIGESTS
 from rollout_tools.doctor.cluster.installation import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources
-from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_tools.doctor.findings import GIB, Finding, error, ok, warning
 

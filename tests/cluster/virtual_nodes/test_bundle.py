@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rollout_operator.objects import names
 
-from rollout_api.bundle.archive import read_archive
+from rollout_api.bundle import read_archive
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.kubectl_plugin import KubectlPlugin

@@ -18,8 +18,8 @@ from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, w
 from rollout_operator.objects.strategic_merge import PatchError
 
 from rollout_api import parse_job
+from rollout_api.manifest.pod_spec import RUNTIME_KIND
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from rollout_api.manifest.runtime import RUNTIME_KIND
 from tests.support.cluster.chart import CHART, render_chart
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs

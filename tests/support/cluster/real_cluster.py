@@ -21,9 +21,9 @@ import redis
 import yaml
 from kubernetes import client, config
 
+from rollout_api.manifest.pod_spec import RUNTIME_PLURALS
 from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
-from rollout_api.manifest.runtime import RUNTIME_PLURALS
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
 from tests.support.cluster.chart import CHART, HELM

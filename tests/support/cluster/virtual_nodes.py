@@ -15,7 +15,7 @@ from typing import Any
 
 from kubernetes import client, watch
 
-from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
+from rollout_api.protocol.status import EXIT_INTERRUPTED
 
 CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "500", "nvidia.com/gpu": "8"}
 _LEASES = "kube-node-lease"

@@ -1,8 +1,14 @@
-"""Reads statistics of a history directly from Redis: lengths and rewards of its rollouts."""
+"""Statistics of a history, read directly from Redis: lengths and rewards of its rollouts.
+
+The functions that read them raise :class:`redis.RedisError`.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -10,13 +16,13 @@ import redis.asyncio
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from typing_extensions import Self
 
 from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.history_encoding import LengthEntry, unpack_entries, unpack_recent
 from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
-from rollout_api.protocol.length_entries import unpack_entries, unpack_recent
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
-from rollout_api.reward_stats import RewardStats
 
 HistoryClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
@@ -26,6 +32,65 @@ _CLUSTER_SETTINGS: dict[str, Any] = {"socket_timeout": 5.0, "socket_connect_time
 _CLUSTER_RETRIES = 1
 _PROBLEMS_PER_ROUND_TRIP = 256
 """Maximum number of problems in one pipeline of commands, each of which returns some kilobytes."""
+DEFAULT_THRESHOLD = 0.5
+"""Reward from which a rollout passes, by default: it separates rewards of 0 and 1, and of −1 and 1."""
+
+
+@dataclass(frozen=True)
+class RewardStats:
+    """Rewards of one problem's rollouts."""
+
+    num_rollouts: int
+    """Number of rollouts, with and without a reward."""
+    count: int
+    """Number of rollouts with a reward."""
+    mean: float | None
+    """Mean reward; None without rewards."""
+    pass_rate: float | None
+    """Share of the rewards that are at least the threshold; None without rewards."""
+    newest_generation: int | None
+    """Newest generation of a rollout with a reward; None without rewards."""
+
+    @classmethod
+    def from_entries(
+        cls,
+        entries: Iterable[LengthEntry],
+        *,
+        threshold: float = DEFAULT_THRESHOLD,
+        oldest_generation: int = 0,
+    ) -> Self:
+        """Compute the statistics of a problem's entries.
+
+        Args:
+            entries: the entries of the problem's rollouts.
+            threshold: reward from which a rollout passes. It is rounded to binary32, as the rewards are, so that a
+                reward that was reported as 0.9 reaches a threshold of 0.9.
+            oldest_generation: oldest generation whose rollouts count.
+        """
+        counted = [entry for entry in entries if entry.generation >= oldest_generation]
+        rewarded = [
+            (entry.generation, entry.reward)
+            for entry in counted
+            if entry.reward is not None and math.isfinite(entry.reward)
+        ]
+        rewards = [reward for _, reward in rewarded]
+        rounded = _binary32(threshold)
+        return cls(
+            num_rollouts=len(counted),
+            count=len(rewards),
+            mean=math.fsum(rewards) / len(rewards) if rewards else None,
+            pass_rate=sum(reward >= rounded for reward in rewards) / len(rewards) if rewards else None,
+            newest_generation=max((generation for generation, _ in rewarded), default=None),
+        )
+
+
+def _binary32(value: float) -> float:
+    """Return *value* rounded to binary32, which is infinite beyond its range."""
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
 
 
 def connect_to_history(target: RedisTarget) -> tuple[HistoryClient, str]:
@@ -57,15 +122,9 @@ def _cluster_address(url: str) -> RedisAddress | None:
 
 
 async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: str | None = None) -> LengthStats:
-    """Return the length statistics of a history's rollouts, weighted by their age in generations.
+    """See :meth:`rollout_api.AsyncRolloutClient.length_stats`.
 
-    Args:
-        client: connection to the history's Redis that returns bytes.
-        keys: keys of the history.
-        problem: problem id; None for the latest rollouts of all problems, up to 512 in each of 16 shards.
-
-    Raises:
-        redis.RedisError: Redis failed.
+    Without a problem, the statistics are those of up to 512 rollouts in each of 16 shards.
     """
     # Each command names one key, because the keys may be on different nodes of a cluster.
     pipeline = client.pipeline(transaction=False)
@@ -90,21 +149,7 @@ async def read_reward_stats(
     threshold: float,
     generations: int | None = None,
 ) -> dict[str, RewardStats]:
-    """Return statistics of the rewards of several problems' rollouts, in one round trip for each 256 problems.
-
-    Args:
-        client: connection to the history's Redis that returns bytes.
-        keys: keys of the history.
-        problems: problem ids; duplicates are ignored.
-        threshold: reward from which a rollout passes.
-        generations: number of newest generations of the history whose rollouts count; None for all that it has kept.
-
-    Returns:
-        Problem id → statistics, in the order of *problems*.
-
-    Raises:
-        redis.RedisError: Redis failed.
-    """
+    """See :meth:`rollout_api.AsyncRolloutClient.reward_stats`."""
     distinct = list(dict.fromkeys(problems))
     oldest = 0
     if generations is not None:

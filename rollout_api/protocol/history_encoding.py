@@ -1,9 +1,13 @@
-"""Encoding of rollout lengths in a history: those of a problem, and the latest ones of all problems."""
+"""Encodings of what a history keeps of rollouts: lengths and rewards, and the sources of accepted draft tokens.
+
+Messages contain the sources of draft tokens in the same encoding.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -19,6 +23,17 @@ ENTRY_BYTES = _ENTRY.size
 _RECENT = struct.Struct("<II")
 _MAX_DIGITS = 16
 """Maximum number of digits of a generation, so that it is an exact number in Lua, too."""
+DRAFT_SOURCES = ("history", "self", "siblings", "cross_problem")
+"""Where drafts are found: the problem's history, the rollout's own text, its siblings, and the cross-problem pool."""
+SAMPLED = 0
+"""Code of a token that was sampled without an accepted draft token.
+
+The code of an accepted draft token is 1 plus the index of its source in :data:`DRAFT_SOURCES`."""
+_CODE_BITS = 3
+_MAX_RUN = 2 ** (8 - _CODE_BITS)
+_RUNS = [bytes([byte % 2**_CODE_BITS]) * ((byte >> _CODE_BITS) + 1) for byte in range(256)]
+"""The codes that each encoded byte stands for."""
+_RUN = re.compile(rb"(.)\1{0,%d}" % (_MAX_RUN - 1), re.DOTALL)
 
 
 class LengthEntry(NamedTuple):
@@ -112,3 +127,27 @@ def unpack_recent(entries: Iterable[bytes]) -> list[tuple[int, int, bool]]:
 
 def _pack_length(length: int, cut_off: bool) -> int:
     return length << 1 | cut_off
+
+
+def encode_draft_sources(codes: bytes) -> bytes:
+    """Encode the code of each token, one byte for a token, as runs of equal codes.
+
+    A run of n tokens is one byte, (n - 1) · 8 + code; one of more than 32 tokens is several runs.
+    """
+    return bytes([(len(run[0]) - 1) << _CODE_BITS | run[0][0] for run in _RUN.finditer(codes)])
+
+
+def decode_draft_sources(encoded: bytes) -> bytes:
+    """Return the code of each token, one byte for a token. Codes that only a later version knows are at most 7."""
+    return b"".join([_RUNS[byte] for byte in encoded])
+
+
+def source_names(codes: bytes) -> list[str | None]:
+    """Return the source of each token, or None for a token that was sampled or has a code of a later version."""
+    names = [None, *DRAFT_SOURCES]
+    return [names[code] if code < len(names) else None for code in codes]
+
+
+def num_encoded_tokens(encoded: bytes) -> int:
+    """Return of how many tokens the codes are encoded."""
+    return sum(len(_RUNS[byte]) for byte in encoded)

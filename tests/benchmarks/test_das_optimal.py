@@ -71,17 +71,6 @@ def test_the_solution_for_a_capacity_of_1_violates_the_constraint_for_a_smaller_
     assert steps == pytest.approx(length - accepted_tokens(corrected, length, capacity, efficiency))
 
 
-def test_nothing_is_drafted_if_the_first_draft_token_costs_more_than_a_step() -> None:
-    lengths, capacities, efficiencies = np.array([100.0, 50.0]), np.array([0.5, 0.5]), np.array([0.5, 0.5])
-    optimum = optimal_budgets(lengths, capacities, efficiencies, StepCost(1.0, 1.0))
-    assert (100.0, [0.0, 0.0]) == (optimum.steps, optimum.draft_tokens.tolist())
-
-
-def test_free_tokens_are_drafted_up_to_the_capacity() -> None:
-    optimum = optimal_budgets(np.array([100.0]), np.array([0.5]), np.array([0.5]), StepCost(1.0, 0.0))
-    assert 50 == pytest.approx(optimum.steps, rel=1e-3)
-
-
 def test_an_empty_batch_takes_no_steps() -> None:
     assert 0 == optimal_budgets(np.zeros(0), np.zeros(0), np.zeros(0), StepCost(1.0, 1.0)).steps
 

@@ -454,11 +454,6 @@ def test_histories_can_be_listed_and_maintained(redis_url: str) -> None:
         run([sys.executable, "-m", "rollout_store.history_service.cli", *arguments, "--redis", redis_url])
 
 
-def test_the_chart_can_be_linted_as_make_chart_does() -> None:
-    assert shutil.which(str(HELM))
-    run([str(HELM), "lint", str(CHART)])
-
-
 def test_yaml_of_the_pages_can_be_parsed() -> None:
     broken = []
     for name in PAGES:

@@ -8,7 +8,6 @@ import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,9 +17,10 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, RolloutRequest
-from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
+from tests.support.served_job import MODEL_NAME, ServedJob, answering, while_calling
 from tests.support.waiting import wait_for
 
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 MESSAGES: Any = [{"role": "user", "content": "one two"}]
 WEATHER_TOOL: Any = {
     "type": "function",
@@ -48,20 +48,6 @@ def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
     assert (1, 9, 0.5) == (request.sampling.n, request.sampling.max_tokens, request.sampling.temperature)
     assert completion.usage is not None
     assert len(job.tokens("three four")) == completion.usage.completion_tokens
-
-
-def test_a_completion_belongs_to_the_trace_of_its_caller(openai: OpenAI, job: ServedJob) -> None:
-    found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three")
-
-    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    while_calling(
-        lambda: openai.completions.create(model=MODEL_NAME, prompt="one", max_tokens=9, extra_headers=headers), answer
-    )
-    assert headers["traceparent"] == found[0].traceparent
 
 
 def test_settings_that_a_request_omits_are_the_jobs(openai: OpenAI, job: ServedJob) -> None:
@@ -278,29 +264,6 @@ def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
     assert ("weather", {"city": "Oslo"}) == (call.function.name, json.loads(call.function.arguments))
 
 
-def test_a_repeated_call_with_an_idempotency_key_gets_the_same_rollouts_from_every_server(
-    openai: OpenAI, job: ServedJob, redis_url: str, model: Path
-) -> None:
-    def call(client: OpenAI) -> list[str]:
-        completion = client.completions.create(
-            model=MODEL_NAME, prompt=["one", "two"], n=2, extra_headers={"Idempotency-Key": "a"}
-        )
-        return [choice.text for choice in completion.choices]
-
-    def answer() -> None:
-        for number, request in enumerate(job.wait_for_requests(2)):
-            job.answer_text(request, f"three{number}", f"four{number}")
-
-    first = while_calling(lambda: call(openai), answer)
-    with (
-        serving(job, redis_url, model) as other,
-        OpenAI(base_url=f"{other}/v1", api_key="none", max_retries=0) as client,
-    ):
-        assert first == call(openai) == call(client)
-    assert sorted(first) == sorted(["three0", "four0", "three1", "four1"])
-    assert 4 == len(job.sampled)
-
-
 def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
 
@@ -312,14 +275,19 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
         lambda: openai.completions.with_raw_response.create(
             model=MODEL_NAME,
             prompt="one",
-            extra_headers={"X-Rollout-Problem": "p7", "X-Rollout-Step": "5", "X-Rollout-Purpose": "train"},
+            extra_headers={
+                "X-Rollout-Problem": "p7",
+                "X-Rollout-Step": "5",
+                "X-Rollout-Purpose": "train",
+                "traceparent": TRACE,
+            },
             extra_body={"vllm_xargs": {"rollout_purpose": "eval", "rollout_trajectory": "t", "rollout_turn": 2}},
         ),
         answer,
     )
     [request] = found
     assert ("p7", 5, Purpose.EVAL) == (request.problem_id, request.step, request.purpose)
-    assert ("t", 2) == (request.trajectory_id, request.turn)
+    assert ("t", 2, TRACE) == (request.trajectory_id, request.turn, request.traceparent)
     assert f"{job.uid}/{request.request_id}" == response.headers["X-Rollout-Request-Ids"]
 
 

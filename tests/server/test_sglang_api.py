@@ -28,9 +28,12 @@ SAMPLING: dict[str, Any] = {
 }
 
 
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
 def generate(server: str, tokens: list[int], **changes: Any) -> httpx.Response:
     body = {"sampling_params": {**SAMPLING, **changes}, "return_logprob": True, "input_ids": tokens}
-    return httpx.post(f"{server}/generate", json=body, timeout=30)
+    return httpx.post(f"{server}/generate", json=body, headers={"traceparent": TRACE}, timeout=30)
 
 
 def test_a_sample_is_a_rollout_with_tokens_log_probabilities_and_weight_version(server: str, job: ServedJob) -> None:
@@ -50,7 +53,7 @@ def test_a_sample_is_a_rollout_with_tokens_log_probabilities_and_weight_version(
     assert [f"{reply.headers['X-Rollout-Request-Ids']}/0/0"] == job.sampled
 
 
-def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
+def test_settings_and_trace_are_those_of_the_request(server: str, job: ServedJob) -> None:
     found = []
 
     def answer() -> None:
@@ -70,19 +73,7 @@ def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
         sampling.seed,
         sampling.ignore_eos,
     )
-
-
-def test_the_rollout_belongs_to_the_trace_of_its_caller(server: str, job: ServedJob) -> None:
-    found = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three")
-
-    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    body = {"sampling_params": SAMPLING, "input_ids": [1, 2]}
-    while_calling(lambda: httpx.post(f"{server}/generate", json=body, headers=headers, timeout=30), answer)
-    assert headers["traceparent"] == found[0].traceparent
+    assert TRACE == found[0].traceparent
 
 
 @pytest.mark.parametrize(("is_kept", "text"), [(True, "three four"), (False, "three")])

@@ -188,13 +188,6 @@ def test_a_namespace_that_rejects_pods(cluster: ControlPlane, jobs: Jobs, examin
     assert expected == {check: found[check].severity for check in expected}
 
 
-@pytest.mark.current_cluster
-def test_nodes_without_the_accelerator(nodes: VirtualNodes, examine: Examine) -> None:
-    found = examine(workers={"accelerator": "nvidia-b200"})["nodes"]
-    assert ERROR == found.severity
-    assert "das.rollout.dev/accelerator=nvidia-b200" in found.advice
-
-
 @pytest.mark.complete_cluster
 def test_the_permissions_of_users_and_of_the_operator(
     cluster: CompleteControlPlane, jobs: Jobs, examine: Examine, deployment: dict[str, Any]

@@ -82,8 +82,7 @@ def test_a_rolling_update_replaces_a_worker_with_all_its_pods() -> None:
         for name in deleting:
             cluster.finish_deletion(name)
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.run(name)
+        cluster.run_all()
     assert [["math-worker-0", "math-worker-0-1"], ["math-worker-1", "math-worker-1-1"], ["math-head"]] == replaced[:3]
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert ("True", "UpToDate") == cluster.condition("UpToDate")

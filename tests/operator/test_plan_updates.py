@@ -53,8 +53,7 @@ def test_a_rolling_update_replaces_one_worker_after_the_other_and_then_the_head(
         for name in deleting:
             cluster.finish_deletion(name)
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.run(name)
+        cluster.run_all()
     assert ["math-worker-0", "math-worker-1", "math-worker-2", "math-head"] == replaced
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert ("True", "UpToDate") == cluster.condition("UpToDate")
@@ -81,8 +80,7 @@ def test_a_rolling_update_repairs_pods_that_cannot_become_ready() -> None:
     cluster.change(image={"name": "worker:2"})
     for _ in range(4):
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
     cluster.reconcile()
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert 4 == len(cluster.pods)
@@ -93,8 +91,7 @@ def test_pods_of_a_queue_are_not_replaced_one_by_one() -> None:
     cluster = SimulatedCluster(spec(lifecycle={"updateStrategy": "RollingUpdate"}), queued=True)
     cluster.reconcile()
     cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.change(image={"name": "worker:2"})
     cluster.reconcile()
     assert ("False", "ChangesPending") == cluster.condition("UpToDate")
@@ -153,8 +150,7 @@ def test_a_job_with_an_invalid_template_of_the_head_can_be_deleted(template: dic
     cluster.change(head={"podTemplate": template})
     cluster.delete_job()
     cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     cluster.terminate("math-cleanup", 0)
     cluster.reconcile()

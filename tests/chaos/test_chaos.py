@@ -30,7 +30,7 @@ from rollout_api.protocol.messages import RolloutId
 from rollout_store.job.ledger import LedgerEntry
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
-from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server
 from tests.support.reference_model import make_model
@@ -134,18 +134,13 @@ class ChaosJob:
         return f"redis://127.0.0.1:{self.proxy.port}/0"
 
     def start(self) -> None:
-        manifest = {
-            "apiVersion": "das.rollout.dev/v1beta1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "chaos"},
-            "spec": {
-                "model": {"uri": str(self._model)},
-                "source": {"trainer": {}},
-                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
-                "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": TOKENS},
-                "workers": {"gpusPerWorker": 0, "replicas": 2},
-            },
-        }
+        manifest = rollout_job(
+            "chaos",
+            model={"uri": str(self._model)},
+            engine={**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
+            sampling={"rolloutsPerPrompt": SAMPLES, "maxTokens": TOKENS},
+            workers={"gpusPerWorker": 0, "replicas": 2},
+        )
         file = self.directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
         head = ["head", "-f", str(file), "--http-port", str(self._http_port)]

@@ -45,17 +45,14 @@ from rollout_tools.doctor.cluster.permissions import (
 from rollout_tools.doctor.findings import Severity
 from scripts.crd import documents
 from tests.support.cluster.chart import CHART, render_chart
+from tests.support.manifests import rollout_job
 
 NOW = datetime.now(UTC)
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 
 
 def manifest(**sections: Any) -> Any:
-    spec = {"source": {"trainer": {}}, "model": {"uri": "m/m"}, **sections}
-    metadata = {"name": "math", "namespace": "team"}
-    return parse_job(
-        {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
-    )
+    return parse_job(rollout_job(namespace="team", **sections))
 
 
 # Workers

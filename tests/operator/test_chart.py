@@ -31,7 +31,7 @@ from rollout_operator.objects.observed import ClusterInfo
 from rollout_operator.objects.owned_objects import owned_objects
 from rollout_operator.objects.pods import head_pod
 
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
+from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
 from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
@@ -41,6 +41,7 @@ from scripts import crd
 from scripts.dashboards import dashboards
 from scripts.release.chart import package_chart
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
+from tests.support.manifests import rollout_job
 from tests.support.status_boards import status_board
 from tests.support.waiting import wait_for
 
@@ -479,11 +480,7 @@ def test_the_token_reaches_all_that_serve_or_read_metrics(kind: str) -> None:
 
 
 def test_monitors_select_the_objects_of_jobs() -> None:
-    metadata = {"name": "math", "namespace": "rl"}
-    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
-    context = JobContext(
-        parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}), "uid", {}, "image"
-    )
+    context = JobContext(parse_job(rollout_job(namespace="rl")), "uid", {}, "image")
     (service,) = [made for made in owned_objects(context, ClusterInfo(), workers=1) if made["kind"] == "Service"]
     pod = head_pod(context)
     for kind, monitored, ports in (

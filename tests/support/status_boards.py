@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
+from rollout_api.manifest.rollout_job import parse_job
 from rollout_head.coordinator.remaining_length import RemainingWork
 from rollout_head.coordinator.status import StatusBoard, StatusInput
 from rollout_store.job import EngineReport
 from rollout_store.job.canary import DriftTest
+from tests.support.manifests import rollout_job
 
 
 def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoard:
     """Return the board of a job that serves one client."""
-    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
-    board = StatusBoard(
-        parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "math"}, "spec": spec})
-    )
+    board = StatusBoard(parse_job(rollout_job()))
     board.update(
         StatusInput(
             uid="uid",

@@ -24,7 +24,6 @@ from rollout_tools.doctor.cluster.installation import (
     judge_operator,
     judge_served_api,
     judge_version,
-    lease_of,
 )
 from rollout_tools.doctor.cluster.namespace import (
     judge_namespace,
@@ -144,10 +143,6 @@ def test_an_operator_may_be_limited_to_other_namespaces() -> None:
     (finding,) = judge_operator([others], "team", None)
     assert ERROR == finding.severity
     assert "no jobs of the namespace team" in finding.seen
-
-
-def test_the_lease_is_that_of_the_charts_operator() -> None:
-    assert ("das-system", "das-operator") == lease_of(operator_deployment())
 
 
 @pytest.mark.parametrize(("age", "severity"), [(3, OK), (60, ERROR)])

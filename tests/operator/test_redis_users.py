@@ -265,15 +265,6 @@ def test_the_urls_of_users_keep_sentinels_and_options() -> None:
     assert {"username": "s", "password": "t"} == dict(address.sentinel_options)
 
 
-@pytest.mark.parametrize("url", ["redis+cluster://a:1,b:2", "http://a"])
-def test_a_server_that_cannot_be_used_is_rejected_at_the_start(url: str) -> None:
-    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": "k"}
-    command = [sys.executable, "-m", "rollout_operator.redis_users"]
-    process = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert 2 == process.returncode
-    assert "ROLLOUT_REDIS_ADMIN_URL" in process.stderr
-
-
 def test_the_admin_secret_has_a_new_password_which_its_url_contains() -> None:
     first, second = (admin_secret("rl", "das-redis-admin", "das-redis.rl.svc:6379")["stringData"] for _ in range(2))
     assert first["password"] != second["password"]
@@ -281,14 +272,21 @@ def test_the_admin_secret_has_a_new_password_which_its_url_contains() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--history-secret=x"], ["--ca-file=/missing"], ["--namespace=a", "--namespace-selector=b=c"]]
+    ("url", "options", "named"),
+    [
+        ("redis+cluster://a:1,b:2", [], "ROLLOUT_REDIS_ADMIN_URL"),
+        ("http://a", [], "ROLLOUT_REDIS_ADMIN_URL"),
+        ("redis://h", ["--history-secret=x"], "--history-secret"),
+        ("redis://h", ["--ca-file=/missing"], "--ca-file"),
+        ("redis://h", ["--namespace=a", "--namespace-selector=b=c"], "--namespace"),
+    ],
 )
-def test_wrong_options_are_rejected_at_the_start(options: list[str]) -> None:
-    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": "redis://h", "ROLLOUT_REDIS_USER_KEY": "k"}
+def test_wrong_settings_are_rejected_at_the_start(url: str, options: list[str], named: str) -> None:
+    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": "k"}
     command = [sys.executable, "-m", "rollout_operator.redis_users", *options]
     process = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert 2 == process.returncode
-    assert options[0].partition("=")[0] in process.stderr.splitlines()[-1]
+    assert named in process.stderr.splitlines()[-1]
 
 
 def test_argo_cd_does_not_take_created_secrets_for_parts_of_the_release() -> None:

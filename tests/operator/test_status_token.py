@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -43,13 +43,26 @@ async def statuses(url: str, headers: dict[str, str]) -> dict[str, int]:
     return found
 
 
-def test_the_metrics_of_the_operator_need_the_token() -> None:
+def operator_server() -> OperatorServer:
+    api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
+    server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
+    server.ready = True
+    return server
+
+
+@pytest.mark.parametrize(
+    ("make", "readyz"),
+    [
+        (operator_server, 200),
+        (lambda: HistoryServer(ServiceState(), WITH_TOKEN), 503),  # Redis has not answered yet.
+    ],
+    ids=["operator", "history service"],
+)
+def test_the_metrics_of_a_service_need_the_token(make: Callable[[], Any], readyz: int) -> None:
     async def scenario() -> None:
-        api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
-        server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
-        server.ready = True
+        server = make()
         url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        probes = {"healthz": 200, "readyz": 200}
+        probes = {"healthz": 200, "readyz": readyz}
         assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
         assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
         await server.stop()
@@ -78,19 +91,6 @@ def test_the_pages_of_a_head_need_the_token() -> None:
             assert {"status": 200, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
         async with serving_head(StatusToken()) as url:
             assert {"status": 200, "metrics": 200, **probes} == await statuses(url, {})
-
-    asyncio.run(scenario())
-
-
-def test_the_metrics_of_the_history_service_need_the_token() -> None:
-    async def scenario() -> None:
-        server = HistoryServer(ServiceState(), WITH_TOKEN)
-        url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        # Redis has not answered yet.
-        probes = {"healthz": 200, "readyz": 503}
-        assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
-        assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
-        await server.stop()
 
     asyncio.run(scenario())
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rollout_api import parse_job
 from rollout_tools.doctor.cluster.examination import examine_cluster
 from rollout_tools.doctor.findings import Finding, Severity
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
-from tests.support.cluster.control_plane import CRDS, ControlPlane
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.raw_api import RawApi
 from tests.support.cluster.virtual_nodes import VirtualNodes
@@ -67,27 +66,6 @@ def test_a_cluster_without_the_chart(cluster: ControlPlane, nodes: VirtualNodes,
     assert expected == {check: found[check].severity for check in expected}
     assert f"https://127.0.0.1:{cluster.port}" == found["API server"].seen
     assert "3 of 3 nodes are ready and schedulable; 16 nvidia.com/gpu on 2 of them" in found["nodes"].seen
-
-
-@pytest.fixture
-def other_crd(cluster: ControlPlane) -> Iterator[None]:
-    """The CRD of jobs without one of its fields, as of another release."""
-    file = CRDS / "rolloutjobs.das.rollout.dev.yaml"
-    crd = yaml.safe_load(file.read_text())
-    for one in crd["spec"]["versions"]:
-        del one["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["failedPods"]
-    path = cluster.directory / "other-crd.json"
-    path.write_text(json.dumps(crd))
-    cluster.kubectl("apply", "--server-side", "-f", str(path))
-    yield
-    cluster.kubectl("apply", "--server-side", "-f", str(file))
-
-
-@pytest.mark.current_cluster
-@pytest.mark.usefixtures("other_crd")
-def test_a_crd_of_another_release_is_recognized(examine: Examine) -> None:
-    found = examine()
-    assert (WARNING, OK) == (found["CRD rolloutjobs"].severity, found["CRD rolloutruntimes"].severity)
 
 
 @pytest.fixture

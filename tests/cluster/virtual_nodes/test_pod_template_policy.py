@@ -229,16 +229,6 @@ def test_a_job_that_is_older_than_the_policy_can_be_scaled_and_deleted(restricte
     restricted.patch("older", head={"podTemplate": {"spec": {"hostNetwork": False}}})
 
 
-def test_exempt_namespaces_are_not_restricted(restricted: Jobs) -> None:
-    binding = policy_objects(exemptNamespaces=["trusted"])[1]
-    expressions = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
-    assert [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["trusted"]}] == expressions
-    # The policy of this cluster is limited to the operator's namespaces.
-    manifest = restricted.manifest("other", head={"podTemplate": {"spec": {"hostNetwork": True}}})
-    manifest["metadata"]["namespace"] = "default"
-    assert "" == create(restricted.cluster, manifest)
-
-
 def test_the_policy_can_be_applied_without_the_chart(restricted: Jobs) -> None:
     file = CHART / "files" / "pod-template-policy.yaml"
     restricted.cluster.kubectl("apply", "--dry-run=server", "-f", str(file))

@@ -148,15 +148,15 @@ class ChaosJob:
         for number in range(2):
             self.start_worker(number)
         for rank in range(TRAINERS):
-            trainer = [sys.executable, "-m", "tests.support.chaos_trainer", "--redis", self.url, "--uid", UID]
-            trainer += ["--rank", str(rank), "--journal", str(self.journal(rank)), "--stop", str(self._stop)]
-            self.supervisor.start(f"trainer-{rank}", trainer)
+            self.start_trainer(rank, "--redis", self.url, "--uid", UID)
         serve = ["serve", "-f", str(file), "--port", str(self._server_port)]
         self.supervisor.start("server", self._rollout(*serve))
-        trainer = [sys.executable, "-m", "tests.support.chaos_http_trainer", "--rank", str(HTTP_RANK)]
-        trainer += ["--url", f"http://127.0.0.1:{self._server_port}/v1"]
-        trainer += ["--journal", str(self.journal(HTTP_RANK)), "--stop", str(self._stop)]
-        self.supervisor.start(f"trainer-{HTTP_RANK}", trainer)
+        self.start_trainer(HTTP_RANK, "--url", f"http://127.0.0.1:{self._server_port}/v1")
+
+    def start_trainer(self, rank: int, *options: str) -> None:
+        command = [sys.executable, "-m", "tests.support.chaos_trainer", "--rank", str(rank), *options]
+        command += ["--journal", str(self.journal(rank)), "--stop", str(self._stop)]
+        self.supervisor.start(f"trainer-{rank}", command)
 
     def start_worker(self, number: int) -> None:
         self.supervisor.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -43,11 +42,6 @@ def examine(cluster: ControlPlane, jobs: Jobs, tmp_path: Path, monkeypatch: pyte
     return findings
 
 
-def apply(cluster: ControlPlane, *objects: dict[str, Any]) -> None:
-    """Create or update objects."""
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-
-
 @pytest.mark.current_cluster
 def test_a_cluster_without_the_chart(cluster: ControlPlane, nodes: VirtualNodes, examine: Examine) -> None:
     found = examine()
@@ -77,7 +71,7 @@ def deployment(cluster: ControlPlane, jobs: Jobs) -> Iterator[dict[str, Any]]:
         if one["kind"] == "Deployment" and one["metadata"]["name"] == "das-operator"
     )
     other = {**found, "metadata": {"name": "web", "namespace": jobs.namespace}}
-    apply(cluster, found, other)
+    cluster.apply(found, other)
     yield found
     cluster.kubectl("delete", "deployments", "das-operator", "web", "-n", jobs.namespace)
 
@@ -103,7 +97,7 @@ def test_the_operator_must_be_ready_and_leading(
             "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         },
     }
-    apply(cluster, lease)
+    cluster.apply(lease)
     found = examine()
     assert (OK, OK) == (found["operator"].severity, found["leader"].severity)
     assert f"version {VERSION}, 2 of 2 replicas ready" in found["operator"].seen
@@ -113,8 +107,7 @@ def test_the_operator_must_be_ready_and_leading(
 @pytest.mark.current_cluster
 def test_a_namespace_that_rejects_pods(cluster: ControlPlane, jobs: Jobs, examine: Examine) -> None:
     namespace = {"namespace": jobs.namespace}
-    apply(
-        cluster,
+    cluster.apply(
         {
             "apiVersion": "v1",
             "kind": "ResourceQuota",
@@ -178,7 +171,7 @@ def test_the_permissions_of_users_and_of_the_operator(
 
     kinds = ("ServiceAccount", "Role", "RoleBinding")
     objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"bundled": False})
-    apply(cluster, *(one for one in objects if one["kind"] in kinds))
+    cluster.apply(*(one for one in objects if one["kind"] in kinds))
     wait_for(lambda: examine()["operator's permissions"].severity is OK, message="The roles have no effect.")
 
     restricted = examine(cluster.service_account_kubeconfig(jobs.namespace, user))

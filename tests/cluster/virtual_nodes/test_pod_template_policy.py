@@ -138,10 +138,6 @@ def policy_objects(**values: Any) -> list[dict[str, Any]]:
     return [made for made in objects if made["kind"].startswith("ValidatingAdmissionPolicy")]
 
 
-def apply(cluster: ControlPlane, *objects: dict[str, Any]) -> None:
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-
-
 def create(cluster: ControlPlane, manifest: dict[str, Any]) -> str:
     """Create a job without storing it, and return why the API server refuses it, or an empty string."""
     process = cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest), check=False)
@@ -161,7 +157,7 @@ def restricted(cluster: ControlPlane) -> Iterator[Jobs]:
     )
     policy = [made for made in objects if made["kind"].startswith("ValidatingAdmissionPolicy")]
     assert 2 == len(policy)
-    apply(cluster, *policy)
+    cluster.apply(*policy)
     bad = jobs.manifest("bad", head={"podTemplate": {"spec": {"hostNetwork": True}}})
     jobs.wait(lambda: create(cluster, bad))
     yield jobs

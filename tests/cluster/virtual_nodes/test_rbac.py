@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
     )
     kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
     rights = [manifest for manifest in objects if manifest["kind"] in kinds]
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
+    cluster.apply(*rights)
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")
     log = cluster.directory / "log" / "operator-rights.log"
     lease = f"--lease={jobs.namespace}/das-operator"
@@ -112,7 +111,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
             "metadata": {"name": "taken-rollout", "namespace": jobs.namespace},
             "spec": {"maxUnavailable": 1},
         }
-        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
+        cluster.apply(budget)
         taken = {"apiVersion": COSCHEDULING_API, "kind": GANG_KIND, "metadata": {"name": "large-worker-1"}, "spec": {}}
         pod_groups.create_namespaced_custom_object(*in_namespace, taken)
         jobs.create("taken")

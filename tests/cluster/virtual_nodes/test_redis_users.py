@@ -68,7 +68,7 @@ def permitted(cluster: CompleteControlPlane, jobs: Jobs) -> Path:
     for manifest in objects:
         is_for_users = manifest["metadata"]["name"].endswith("-redis-users")
         if is_for_users and manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
-            cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+            cluster.apply(manifest)
     return cluster.service_account_kubeconfig(jobs.namespace, "das-redis-users")
 
 

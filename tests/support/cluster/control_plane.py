@@ -260,3 +260,8 @@ class ControlPlane(ABC):
         if check and process.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {process.stderr}")
         return process
+
+    def apply(self, *manifests: dict[str, Any]) -> None:
+        """Create or change objects."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests})
+        self.kubectl("apply", "-f", "-", stdin=text)

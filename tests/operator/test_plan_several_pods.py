@@ -52,6 +52,8 @@ def test_the_leader_hands_over_its_rollouts_when_a_follower_is_drained() -> None
     assert "deletionTimestamp" in cluster.pods["math-worker-0"]["metadata"]
     assert "deletionTimestamp" not in cluster.pods["math-worker-1"]["metadata"]
     cluster.finish_deletion("math-worker-0")
+    cluster.reconcile()
+    assert "math-worker-0" not in cluster.pods  # it would be deleted together with the follower
     cluster.finish_deletion("math-worker-0-1")
     cluster.reconcile()
     assert 4 == len(cluster.workers())

@@ -33,13 +33,9 @@ WEATHER_TOOL: Any = {
 
 def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
-
     completion = while_calling(
-        lambda: openai.completions.create(model=MODEL_NAME, prompt="one two", max_tokens=9, temperature=0.5), answer
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one two", max_tokens=9, temperature=0.5),
+        answering(job, "three four", end=FinishReason.LENGTH, found=found),
     )
     assert "three four" == completion.choices[0].text
     assert "length" == completion.choices[0].finish_reason
@@ -52,12 +48,9 @@ def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
 
 def test_settings_that_a_request_omits_are_the_jobs(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "x")
-
-    while_calling(lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES), answer)
+    while_calling(
+        lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES), answering(job, "x", found=found)
+    )
     # One response is the default of the API, whatever the job's number of rollouts.
     assert (1, 64, 1.0) == (
         found[0].sampling.n,
@@ -71,16 +64,11 @@ def test_a_chat_completion_has_the_models_template_and_the_behavior_log_probabil
     openai: OpenAI, job: ServedJob
 ) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three", "four five")
-
     completion = while_calling(
         lambda: openai.chat.completions.create(
             model=MODEL_NAME, messages=MESSAGES, n=2, logprobs=True, extra_body={"return_token_ids": True}
         ),
-        answer,
+        answering(job, "three", "four five", found=found),
     )
     assert "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n" == job.text(found[0].prompt_token_ids)
     assert (2, True) == (found[0].sampling.n, found[0].sampling.logprobs)
@@ -266,11 +254,6 @@ def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
 
 def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "x")
-
     response = while_calling(
         lambda: openai.completions.with_raw_response.create(
             model=MODEL_NAME,
@@ -283,7 +266,7 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
             },
             extra_body={"vllm_xargs": {"rollout_purpose": "eval", "rollout_trajectory": "t", "rollout_turn": 2}},
         ),
-        answer,
+        answering(job, "x", found=found),
     )
     [request] = found
     assert ("p7", 5, Purpose.EVAL) == (request.problem_id, request.step, request.purpose)
@@ -473,10 +456,6 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape(server: str, job: Serv
     prompt = "one two three"
     found: list[RolloutRequest] = []
 
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "four")
-
     def call() -> dict[str, Any]:
         paths = {
             "completions": ("/v1/completions", {"prompt": prompt, "prompt_logprobs": count}),
@@ -492,7 +471,7 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape(server: str, job: Serv
         parsed: dict[str, Any] = reply.json()
         return parsed
 
-    reply = while_calling(call, answer)
+    reply = while_calling(call, answering(job, "four", found=found))
     assert (True, count) == (found[0].sampling.prompt_logprobs, found[0].sampling.top_prompt_logprobs)
     positions = (reply["choices"][0] if api == "completions" else reply)["prompt_logprobs"]
     assert _expected_prompt_logprobs(job, job.text(found[0].prompt_token_ids), count) == _values(positions)

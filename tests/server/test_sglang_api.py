@@ -55,13 +55,10 @@ def test_a_sample_is_a_rollout_with_tokens_log_probabilities_and_weight_version(
 
 def test_settings_and_trace_are_those_of_the_request(server: str, job: ServedJob) -> None:
     found = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
-
     changes = {"temperature": 0.5, "top_k": 7, "stop": "ten", "sampling_seed": 5, "ignore_eos": True}
-    reply = while_calling(lambda: generate(server, [1, 2], **changes), answer).json()
+    reply = while_calling(
+        lambda: generate(server, [1, 2], **changes), answering(job, "three four", end=FinishReason.LENGTH, found=found)
+    ).json()
     assert {"type": "length", "length": len(job.tokens("three four"))} == reply["meta_info"]["finish_reason"]
     sampling = found[0].sampling
     assert (1, 0.5, 7, 9, ["ten"], 5, True) == (

@@ -46,21 +46,6 @@ def test_no_budgets_on_a_grid_cost_less_than_the_optimum(rollouts: list[RolloutP
         assert lowest <= batch_cost(cost, tuple(optimum.draft_tokens * scale), rollouts) * (1 + 1e-6)
 
 
-@settings(deadline=None)
-@given(st.lists(ROLLOUTS, min_size=1, max_size=20), COSTS)
-def test_all_rollouts_with_drafts_end_together_and_no_other_ends_later(
-    rollouts: list[RolloutParameters], cost: StepCost
-) -> None:
-    lengths, capacities, efficiencies = (np.array(column) for column in zip(*rollouts, strict=True))
-    optimum = optimal_budgets(lengths, capacities, efficiencies, cost)
-    assert (optimum.draft_tokens >= 0).all()
-    for drafted, one in zip(optimum.draft_tokens, rollouts, strict=True):
-        steps = one[0] - accepted_tokens(drafted, *one)
-        assert steps <= optimum.steps * (1 + 1e-6)
-        if drafted > 0:
-            assert optimum.steps == pytest.approx(steps, rel=1e-6)
-
-
 def test_the_solution_for_a_capacity_of_1_violates_the_constraint_for_a_smaller_one() -> None:
     """The example of docs/budgets.md."""
     length, capacity, efficiency, steps = 1000.0, 0.6, 0.5, 700.0
@@ -69,21 +54,6 @@ def test_the_solution_for_a_capacity_of_1_violates_the_constraint_for_a_smaller_
     corrected = draft_tokens_for(steps, np.array([length]), np.array([capacity]), np.array([efficiency]))[0]
     assert (713, 1386) == (round(for_one), round(corrected))
     assert steps == pytest.approx(length - accepted_tokens(corrected, length, capacity, efficiency))
-
-
-def test_nothing_is_drafted_if_the_first_draft_token_costs_more_than_a_step() -> None:
-    lengths, capacities, efficiencies = np.array([100.0, 50.0]), np.array([0.5, 0.5]), np.array([0.5, 0.5])
-    optimum = optimal_budgets(lengths, capacities, efficiencies, StepCost(1.0, 1.0))
-    assert (100.0, [0.0, 0.0]) == (optimum.steps, optimum.draft_tokens.tolist())
-
-
-def test_free_tokens_are_drafted_up_to_the_capacity() -> None:
-    optimum = optimal_budgets(np.array([100.0]), np.array([0.5]), np.array([0.5]), StepCost(1.0, 0.0))
-    assert 50 == pytest.approx(optimum.steps, rel=1e-3)
-
-
-def test_an_empty_batch_takes_no_steps() -> None:
-    assert 0 == optimal_budgets(np.zeros(0), np.zeros(0), np.zeros(0), StepCost(1.0, 1.0)).steps
 
 
 def test_the_acceptance_curve_learns_the_acceptance_rates() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.redis_server import redis_server
-from benchmarks.rollout import Results, figures_of, lower_bound
+from benchmarks.rollout import Results, figures_of
 from benchmarks.rollout_runs import (
     KEYS,
     MAX_DRAFT,
@@ -122,12 +122,6 @@ def test_there_is_a_lower_bound_from_five_pairs_on() -> None:
         figures = figures_of(runs, ["none", "das"], [4], claim_267m=False)
         bounds.append([figure.value for figure in figures if figure.name.endswith("lower bound")])
     assert [[], [2.0, 2.0]] == bounds
-
-
-def test_lower_bound_lies_between_the_minimum_and_the_median() -> None:
-    ratios = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]
-    assert 1.0 <= lower_bound(ratios) < 1.3
-    assert pytest.approx(1.2) == lower_bound([1.2] * 7)
 
 
 def test_benchmark_resumes_from_its_file_only_with_the_same_settings(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from benchmarks.replay import END_OF_TURN
-from benchmarks.rollout_bench.__main__ import Case, Results, tune
 from benchmarks.rollout_bench.accelerators import ACCELERATORS, CAPTURED_SIZES, Accelerator
 from benchmarks.rollout_bench.comparison import best_rival, compare
 from benchmarks.rollout_bench.drafters import NO_TIME, TreeDrafter
@@ -91,12 +88,6 @@ def test_halves_are_disjoint_and_rollouts_are_never_spares() -> None:
                 assert {f"step_{step.epoch + 1}"} == {one.checkpoint for one in (*group.rollouts, *spares)}
 
 
-def test_single_samples_of_many_models_are_divided_between_two_epochs() -> None:
-    samples = [trajectory("p", 0, 10, checkpoint=f"model-{number}") for number in range(12)]
-    job = make_job(samples, half_of("p"), blocks=1)
-    assert [4, 4] == [step.num_rollouts for step in job.steps]
-
-
 def test_cut_keeps_the_environments_answers_between_turns() -> None:
     one = trajectory("p", 0, 10, 11, 12, environment=5)
     assert (3, 4, 6) == tuple(cut(one, limit).generated for limit in (3, 4, 10))
@@ -158,17 +149,6 @@ def test_rollouts_wait_for_a_place_and_run_in_parallel_on_two_engines() -> None:
     assert pytest.approx(2 * alone.seconds) == sequential.seconds
     assert pytest.approx(alone.seconds) == parallel.seconds
     assert [alone.seconds] * 2 == pytest.approx(parallel.ends)
-
-
-def test_plain_decoding_is_the_baseline_in_the_order_of_arrival() -> None:
-    assert not RIVALS["none"].make().longest_first
-    assert RIVALS["none-longest-first"].make().longest_first
-
-
-def test_an_order_that_is_not_tuned_is_not_among_the_values() -> None:
-    case = Case("trace", False, "report", "7b-h100", 1, 128, "none", ())
-    with ThreadPool(1) as pool:
-        assert {case: case} == tune(pool, Results(None), [case])
 
 
 def test_siblings_read_their_prompt_once() -> None:
@@ -390,7 +370,3 @@ def test_the_command_writes_figures_and_a_page_and_continues(tmp_path: Path) -> 
     [plot] = (tmp_path / "plots").iterdir()
     assert ("small-7b-h100-8-over-2.svg", "<svg") == (plot.name, plot.read_text()[:4])
     assert page.split("<svg")[0] == (tmp_path / "again.html").read_text().split("<svg")[0]
-
-
-def test_the_end_of_a_turn_is_no_word_of_a_trace() -> None:
-    assert END_OF_TURN > 32_000

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.figures import to_columns
 from benchmarks.rollout_runs import Measurement
-from benchmarks.rollout_tables import median_ratio, rows
+from benchmarks.rollout_tables import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,19 +43,3 @@ def test_few_pairs_have_no_bound_and_no_interval(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     write_result(file, {"das": [1.0] * 4, "none": [2.0] * 4, "suffix": [2.0] * 4}, rounds_per_epoch=4)
     assert "| 267M, 4 | 4 | 1.00 | **2.00** (–) | 10.0 % | 2.00 | – |  |" == list(rows(file))[-1]
-
-
-def test_a_result_without_the_peer_is_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    write_result(file, {"das": [1.0], "none": [2.0]}, rounds_per_epoch=1)
-    with pytest.raises(ValueError, match="no measurements of suffix"):
-        list(rows(file))
-
-
-def test_the_result_of_another_benchmark_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"no result of benchmarks\.rollout"):
-        list(rows(ROOT / "benchmarks/results/load.json"))
-
-
-def test_the_interval_of_equal_ratios_has_no_width() -> None:
-    assert (1.5, 1.5, 1.5) == median_ratio([1.5] * 6)

@@ -71,18 +71,3 @@ def test_token_ids_are_read_without_a_tokenizer(tmp_path: Path) -> None:
     assert ("p", 0, "version_3") == (trajectory.problem, trajectory.sample, trajectory.checkpoint)
     assert [1, 2] == trajectory.prompt.tolist()
     assert [[5, 700]] == [segment.tokens.tolist() for segment in trajectory.segments]
-
-
-def test_a_trace_with_texts_needs_a_tokenizer(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"problem_id": "p", "sample_index": 0, "prompt": "a", "text": "b"}\n')
-    with pytest.raises(ValueError, match="give its tokenizer"):
-        read_trace(file, None)
-
-
-def test_damaged_tokens_are_reported_with_their_line(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    odd = base64.b64encode(b"abc").decode()
-    file.write_text(f'{{"problem_id": "p", "sample_index": 0, "prompt_tokens": "{odd}", "tokens": "{odd}"}}\n')
-    with pytest.raises(ValueError, match="line 1, is not a trajectory"):
-        read_trace(file, None)

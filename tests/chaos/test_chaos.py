@@ -30,7 +30,7 @@ from rollout_api.protocol.messages import RolloutId
 from rollout_store.job.ledger import LedgerEntry
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
-from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server
 from tests.support.reference_model import make_model
@@ -134,18 +134,13 @@ class ChaosJob:
         return f"redis://127.0.0.1:{self.proxy.port}/0"
 
     def start(self) -> None:
-        manifest = {
-            "apiVersion": "das.rollout.dev/v1beta1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "chaos"},
-            "spec": {
-                "model": {"uri": str(self._model)},
-                "source": {"trainer": {}},
-                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
-                "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": TOKENS},
-                "workers": {"gpusPerWorker": 0, "replicas": 2},
-            },
-        }
+        manifest = rollout_job(
+            "chaos",
+            model={"uri": str(self._model)},
+            engine={**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
+            sampling={"rolloutsPerPrompt": SAMPLES, "maxTokens": TOKENS},
+            workers={"gpusPerWorker": 0, "replicas": 2},
+        )
         file = self.directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
         head = ["head", "-f", str(file), "--http-port", str(self._http_port)]
@@ -153,15 +148,15 @@ class ChaosJob:
         for number in range(2):
             self.start_worker(number)
         for rank in range(TRAINERS):
-            trainer = [sys.executable, "-m", "tests.support.chaos_trainer", "--redis", self.url, "--uid", UID]
-            trainer += ["--rank", str(rank), "--journal", str(self.journal(rank)), "--stop", str(self._stop)]
-            self.supervisor.start(f"trainer-{rank}", trainer)
+            self.start_trainer(rank, "--redis", self.url, "--uid", UID)
         serve = ["serve", "-f", str(file), "--port", str(self._server_port)]
         self.supervisor.start("server", self._rollout(*serve))
-        trainer = [sys.executable, "-m", "tests.support.chaos_http_trainer", "--rank", str(HTTP_RANK)]
-        trainer += ["--url", f"http://127.0.0.1:{self._server_port}/v1"]
-        trainer += ["--journal", str(self.journal(HTTP_RANK)), "--stop", str(self._stop)]
-        self.supervisor.start(f"trainer-{HTTP_RANK}", trainer)
+        self.start_trainer(HTTP_RANK, "--url", f"http://127.0.0.1:{self._server_port}/v1")
+
+    def start_trainer(self, rank: int, *options: str) -> None:
+        command = [sys.executable, "-m", "tests.support.chaos_trainer", "--rank", str(rank), *options]
+        command += ["--journal", str(self.journal(rank)), "--stop", str(self._stop)]
+        self.supervisor.start(f"trainer-{rank}", command)
 
     def start_worker(self, number: int) -> None:
         self.supervisor.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))

@@ -24,7 +24,6 @@ from rollout_tools.doctor.cluster.installation import (
     judge_operator,
     judge_served_api,
     judge_version,
-    lease_of,
 )
 from rollout_tools.doctor.cluster.namespace import (
     judge_namespace,
@@ -45,17 +44,14 @@ from rollout_tools.doctor.cluster.permissions import (
 from rollout_tools.doctor.findings import Severity
 from scripts.crd import documents
 from tests.support.cluster.chart import CHART, render_chart
+from tests.support.manifests import rollout_job
 
 NOW = datetime.now(UTC)
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 
 
 def manifest(**sections: Any) -> Any:
-    spec = {"source": {"trainer": {}}, "model": {"uri": "m/m"}, **sections}
-    metadata = {"name": "math", "namespace": "team"}
-    return parse_job(
-        {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
-    )
+    return parse_job(rollout_job(namespace="team", **sections))
 
 
 # Workers
@@ -147,10 +143,6 @@ def test_an_operator_may_be_limited_to_other_namespaces() -> None:
     (finding,) = judge_operator([others], "team", None)
     assert ERROR == finding.severity
     assert "no jobs of the namespace team" in finding.seen
-
-
-def test_the_lease_is_that_of_the_charts_operator() -> None:
-    assert ("das-system", "das-operator") == lease_of(operator_deployment())
 
 
 @pytest.mark.parametrize(("age", "severity"), [(3, OK), (60, ERROR)])

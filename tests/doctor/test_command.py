@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,9 @@ from typer.testing import CliRunner
 from rollout_tools.cli import doctor as command
 from rollout_tools.cli.main import app
 from rollout_tools.doctor.findings import Section, error, ok, warning
+from tests.support.manifests import rollout_job
 from tests.support.redis_servers import Server
 
-MANIFEST: dict[str, Any] = {
-    "apiVersion": "das.rollout.dev/v1beta1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "math"},
-    "spec": {"source": {"trainer": {}}, "model": {"uri": "org/model"}, "workers": {"gpusPerWorker": 0}},
-}
 OPTIONAL = ("vllm", "torch", "ray", "transformers", "huggingface_hub")
 
 
@@ -34,6 +30,18 @@ def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROLLOUT_MODEL_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Callable[..., str]:
+    """A function that writes the manifest of a job on CPUs with changed sections, and returns the path of the file."""
+
+    def write(**sections: Any) -> str:
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump(rollout_job(**{"workers": {"gpusPerWorker": 0}, **sections})))
+        return str(file)
+
+    return write
 
 
 def examine(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -53,22 +61,18 @@ def test_a_machine_without_faults_gives_the_exit_code_0() -> None:
     assert ["machine", "vLLM", "GPUs", "Redis"] == list(found)
 
 
-def test_an_error_gives_the_exit_code_1(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "sampling": {"topP": 2}}}))
-    code, found = examine("-f", str(file))
+def test_an_error_gives_the_exit_code_1(job_file: Callable[..., str]) -> None:
+    code, found = examine("-f", job_file(sampling={"topP": 2}))
     assert (1, "error") == (code, found["manifest"]["spec.sampling.topP"]["severity"])
 
 
-def test_the_servers_of_the_manifest_are_examined(tmp_path: Path) -> None:
+def test_the_servers_of_the_manifest_are_examined(tmp_path: Path, job_file: Callable[..., str]) -> None:
     with (
         Server(tmp_path / "messages", appendonly=True, maxmemory="100mb") as messages,
         Server(tmp_path / "history", maxmemory="100mb") as history,
     ):
-        spec = {**MANIFEST["spec"], "redis": {"url": messages.url}, "history": {"redis": {"url": history.url}}}
-        file = tmp_path / "job.yaml"
-        file.write_text(yaml.safe_dump({**MANIFEST, "spec": spec}))
-        code, found = examine("-f", str(file))
+        file = job_file(redis={"url": messages.url}, history={"redis": {"url": history.url}})
+        code, found = examine("-f", file)
     assert 0 == code
     assert messages.url in found["Redis"]["connection"]["seen"]
     assert ("ok", "warning") == (
@@ -79,12 +83,10 @@ def test_the_servers_of_the_manifest_are_examined(tmp_path: Path) -> None:
 
 
 def test_what_pods_of_a_cluster_use_is_not_expected_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(MANIFEST))
-    _, found = examine("-f", str(file), "--cluster")
+    _, found = examine("-f", job_file(), "--cluster")
     server, model = found["Redis"]["server"], found["manifest"]["model"]
     assert "warning" == server["severity"] == model["severity"]
     assert "rollout run" not in server["seen"] + server["advice"]
@@ -115,12 +117,14 @@ def test_the_keys_of_a_job_are_examined_by_its_uid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cluster", "severity"), [((), "error"), (("--cluster",), "ok")])
 def test_a_machine_beside_the_cluster_needs_no_gpus(
-    cluster: tuple[str, ...], severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: tuple[str, ...],
+    severity: str,
+    tmp_path: Path,
+    job_file: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 64}}}))
-    _, found = examine("-f", str(file), *cluster)
+    _, found = examine("-f", job_file(workers={"gpusPerWorker": 64}), *cluster)
     assert severity == found["GPUs"]["GPUs"]["severity"]
 
 
@@ -157,9 +161,7 @@ def test_on_a_terminal_findings_are_a_table(capsys: pytest.CaptureFixture[str]) 
     assert 20 == " ".join(lines).count("some")
 
 
-def test_it_runs_without_optional_packages(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(MANIFEST))
+def test_it_runs_without_optional_packages(job_file: Callable[..., str]) -> None:
     script = (
         "import importlib.metadata as metadata, importlib.util as util, sys\n"
         f"missing = {OPTIONAL!r}\n"
@@ -175,7 +177,7 @@ def test_it_runs_without_optional_packages(tmp_path: Path) -> None:
         "    return version(name)\n"
         "metadata.version = installed\n"
         "from rollout_tools.cli.main import main\n"
-        f"sys.argv = ['rollout', 'doctor', '--cluster', '--json', '-f', {str(file)!r}]\n"
+        f"sys.argv = ['rollout', 'doctor', '--cluster', '--json', '-f', {job_file()!r}]\n"
         "main()\n"
     )
     result = subprocess.run(

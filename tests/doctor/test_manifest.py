@@ -18,6 +18,7 @@ from rollout_tools.doctor.manifest import (
     judge_manifest,
     read_model,
 )
+from tests.support.manifests import rollout_job
 from tests.support.reference_model import make_model
 
 QWEN3_8B = {
@@ -33,14 +34,7 @@ QWEN3_8B_BYTES = 16_381_470_720
 
 def job(**sections: Any) -> RolloutJob:
     """Return a job on CPUs with changed sections."""
-    spec = {"source": {"trainer": {}}, "model": {"uri": "m/m"}, "workers": {"gpusPerWorker": 0}, **sections}
-    manifest = {
-        "apiVersion": "das.rollout.dev/v1beta1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "math", "namespace": "team"},
-        "spec": spec,
-    }
-    return parse_job(manifest)
+    return parse_job(rollout_job(**{"model": {"uri": "m/m"}, "workers": {"gpusPerWorker": 0}, **sections}))
 
 
 def judge(

@@ -7,6 +7,7 @@ import base64
 import json
 import random
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,14 +18,15 @@ from rollout_operator.cluster.apply import execute
 from rollout_operator.cluster.bundle_collector import bundle_config_map, last_lines, pack, read_end
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
-from rollout_operator.objects.observed import Target
-from rollout_operator.planning.actions import DeleteWorkload, KeepBundle, Plan
+from rollout_operator.objects.observed import Rejection, Target
+from rollout_operator.planning.actions import Action, DeleteWorkload, KeepBundle, Plan
 
 from rollout_api.bundle import ARCHIVE_KEY, ContainerLog, Evidence, read_archive
 from rollout_api.ports import free_port
 from tests.support.planned_jobs import running_job
 
 NOW = 1_700_000_000.0
+BUNDLE = KeepBundle("math-bundle", ("math-head",))
 PASSWORD = "planted-Pa55word"
 JOB: dict[str, Any] = {
     "metadata": {
@@ -112,23 +114,26 @@ def test_lines_are_cut_at_the_beginning(text: str, limit: int, expected: str) ->
     assert expected == last_lines(text, limit)
 
 
+def execute_without_api_server(action: Action) -> Sequence[Rejection]:
+    """Execute an action with an API server that cannot be reached."""
+
+    async def run() -> Sequence[Rejection]:
+        configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")
+        configuration.retries = 0
+        api = KubernetesApi(ApiClient(configuration))
+        try:
+            return await execute(api, ObjectCache(), running_job().observe(), Plan(actions=(action,)))
+        finally:
+            await api.close()
+
+    return asyncio.run(run())
+
+
 def test_a_bundle_that_cannot_be_stored_counts_as_rejected() -> None:
-    asyncio.run(store_bundle_without_api_server())
-
-
-async def store_bundle_without_api_server() -> None:
-    configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")
-    configuration.retries = 0
-    api = KubernetesApi(ApiClient(configuration))
-    observed = running_job().observe()
-    try:
-        bundle = KeepBundle("math-bundle", ("math-head",))
-        (rejection,) = await execute(api, ObjectCache(), observed, Plan(actions=(bundle,)))
-        assert (Target("ConfigMap", "math-bundle"), "Unreachable") == (rejection.target, rejection.reason)
-        with pytest.raises(ApiError, match="Unreachable"):  # as any other action that fails temporarily
-            await execute(api, ObjectCache(), observed, Plan(actions=(DeleteWorkload("math"),)))
-    finally:
-        await api.close()
+    (rejection,) = execute_without_api_server(BUNDLE)
+    assert (Target("ConfigMap", "math-bundle"), "Unreachable") == (rejection.target, rejection.reason)
+    with pytest.raises(ApiError, match="Unreachable"):  # as any other action that fails temporarily
+        execute_without_api_server(DeleteWorkload("math"))
 
 
 def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,20 +141,9 @@ def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypat
         raise KeyError("metadata")
 
     monkeypatch.setattr("rollout_operator.cluster.bundle_collector.bundle_config_map", fail)
-
-    async def store() -> None:
-        configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")
-        configuration.retries = 0
-        api = KubernetesApi(ApiClient(configuration))
-        try:
-            plan = Plan(actions=(KeepBundle("math-bundle", ("math-head",)),))
-            (rejection,) = await execute(api, ObjectCache(), running_job().observe(), plan)
-            assert "BundleFailed" == rejection.reason
-            assert "KeyError" in rejection.message
-        finally:
-            await api.close()
-
-    asyncio.run(store())
+    (rejection,) = execute_without_api_server(BUNDLE)
+    assert "BundleFailed" == rejection.reason
+    assert "KeyError" in rejection.message
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n", codec="utf-8"), max_size=30)), st.integers(100, 400))

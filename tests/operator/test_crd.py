@@ -31,18 +31,6 @@ def test_the_crds_are_up_to_date() -> None:
     assert crd.digests_text() == crd.DIGESTS_TARGET.read_text()
 
 
-def test_extra_args_keep_any_json_values_up_to_a_number() -> None:
-    spec = schema_of(crd.document())["properties"]["spec"]
-    schema = spec["properties"]["engine"]["properties"]["extraArgs"]
-    assert ("object", 64, True) == (
-        schema["type"],
-        schema["maxProperties"],
-        schema["x-kubernetes-preserve-unknown-fields"],
-    )
-    assert "properties" not in schema
-    assert "additionalProperties" not in schema
-
-
 def test_no_field_has_a_name_that_kubectl_and_helm_read_as_a_boolean() -> None:
     """They read YAML 1.1, and the API server would get a field called "true" or "false" instead."""
     fields = {name for _, schema in walk(schema_of(crd.document())) for name in schema.get("properties", {})}

@@ -17,6 +17,7 @@ from rollout_operator.objects.observed import PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.status import EngineEntry, ServedStatus
+from tests.support.event_loops import in_event_loop
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
 """A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
@@ -60,57 +61,50 @@ def ignore() -> None:
     pass
 
 
-def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """If each were waited for until its request times out, this would take 48 s in each of the two rounds."""
+    reader = HeadStatusReader()
+    async with serving(HEALTHY, 0), serving(SILENT, 60):
+        slots = asyncio.Semaphore(16)  # as many jobs as the operator reconciles at the same time
 
-    async def scenario() -> None:
-        reader = HeadStatusReader()
-        async with serving(HEALTHY, 0), serving(SILENT, 60):
-            slots = asyncio.Semaphore(16)  # as many jobs as the operator reconciles at the same time
+        async def read(pod: PodView) -> Any:
+            async with slots:
+                return await reader.read(pod, ignore)
 
-            async def read(pod: PodView) -> Any:
-                async with slots:
-                    return await reader.read(pod, ignore)
-
-            for number in range(2):
-                async with asyncio.timeout(36):
-                    statuses = await asyncio.gather(*(read(head(SILENT, f"silent-{uid}")) for uid in range(256)))
-                    assert {None} == set(statuses)
-                    while (status := await read(head(HEALTHY, f"healthy-{number}"))) is None:
-                        await asyncio.sleep(0.1)
-                assert 7 == status.done
-                await asyncio.gather(*reader._reads.values())
-                # Those that did not answer are not waited for at all the next time.
-                monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 60.0)
-            await reader.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
-    async def scenario() -> None:
-        reader, announced = HeadStatusReader(), asyncio.Event()
-        async with serving(HEALTHY, 1):
-            pod = head(HEALTHY, "slow")
-            assert await reader.read(pod, announced.set) is None
-            await asyncio.wait_for(announced.wait(), 20)
-            status = await reader.read(pod, ignore)
-            assert status is not None
+        for number in range(2):
+            async with asyncio.timeout(36):
+                statuses = await asyncio.gather(*(read(head(SILENT, f"silent-{uid}")) for uid in range(256)))
+                assert {None} == set(statuses)
+                while (status := await read(head(HEALTHY, f"healthy-{number}"))) is None:
+                    await asyncio.sleep(0.1)
             assert 7 == status.done
-            await reader.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_head_that_stops_answering_loses_its_status() -> None:
-    async def scenario() -> None:
-        reader, pod = HeadStatusReader(lifetime_s=0.0), head(HEALTHY, "head")
-        async with serving(HEALTHY, 0):
-            assert await reader.read(pod, ignore) is not None
-        assert await reader.read(pod, ignore) is None
+            await asyncio.gather(*reader._reads.values())
+            # Those that did not answer are not waited for at all the next time.
+            monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 60.0)
         await reader.close()
 
-    asyncio.run(scenario())
+
+@in_event_loop
+async def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
+    reader, announced = HeadStatusReader(), asyncio.Event()
+    async with serving(HEALTHY, 1):
+        pod = head(HEALTHY, "slow")
+        assert await reader.read(pod, announced.set) is None
+        await asyncio.wait_for(announced.wait(), 20)
+        status = await reader.read(pod, ignore)
+        assert status is not None
+        assert 7 == status.done
+        await reader.close()
+
+
+@in_event_loop
+async def test_a_head_that_stops_answering_loses_its_status() -> None:
+    reader, pod = HeadStatusReader(lifetime_s=0.0), head(HEALTHY, "head")
+    async with serving(HEALTHY, 0):
+        assert await reader.read(pod, ignore) is not None
+    assert await reader.read(pod, ignore) is None
+    await reader.close()
 
 
 def test_every_field_is_in_the_coordinators_status() -> None:

@@ -14,6 +14,8 @@ from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCa
 from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.runtimes import RuntimeKey
 
+from tests.support.event_loops import in_event_loop
+
 KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
 RUNTIME = {"metadata": {"name": "h100", "uid": "1"}, "spec": {"image": {"name": "platform:1"}}}
 
@@ -36,35 +38,33 @@ class Api:
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_an_optional_kind_that_is_not_available_is_not_waited_for(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        queue = WorkQueue[JobKey]()
-        jobs = ObjectCache()
-        reference = {"runtimeRef": {"name": "h100"}}
-        jobs.update_job({"metadata": {"namespace": "rl", "name": "math", "uid": "2"}, "spec": reference})
-        runtimes = RuntimeCache(jobs, queue)
-        watched = Informer(Api(status, errors=2), runtimes, queue, CLUSTER_RUNTIMES, "", selector="", optional=True)
-        task = asyncio.ensure_future(watched.run())
-        await asyncio.wait_for(watched.synced.wait(), 5)
-        assert runtimes.settings(KEY) is None
-        assert ("rl", "math") == await asyncio.wait_for(queue.get(), 5)  # as soon as it is available
-        assert RUNTIME["spec"] == runtimes.settings(KEY)
-        task.cancel()
-
+@in_event_loop
+async def test_an_optional_kind_that_is_not_available_is_not_waited_for(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(informer, "_UNAVAILABLE_RETRY_DELAYS_S", {status: 0.05})
-    asyncio.run(run())
+    queue = WorkQueue[JobKey]()
+    jobs = ObjectCache()
+    reference = {"runtimeRef": {"name": "h100"}}
+    jobs.update_job({"metadata": {"namespace": "rl", "name": "math", "uid": "2"}, "spec": reference})
+    runtimes = RuntimeCache(jobs, queue)
+    watched = Informer(Api(status, errors=2), runtimes, queue, CLUSTER_RUNTIMES, "", selector="", optional=True)
+    task = asyncio.ensure_future(watched.run())
+    await asyncio.wait_for(watched.synced.wait(), 5)
+    assert runtimes.settings(KEY) is None
+    assert ("rl", "math") == await asyncio.wait_for(queue.get(), 5)  # as soon as it is available
+    assert RUNTIME["spec"] == runtimes.settings(KEY)
+    task.cancel()
 
 
-def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        queue = WorkQueue[JobKey]()
-        watched = Informer(
-            Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue), queue, CLUSTER_RUNTIMES, "", selector=""
-        )
-        task = asyncio.ensure_future(watched.run())
-        await asyncio.sleep(0.2)
-        assert not watched.synced.is_set()
-        task.cancel()
-
+@in_event_loop
+async def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(informer, "_RETRY_DELAY_S", 0.01)
-    asyncio.run(run())
+    queue = WorkQueue[JobKey]()
+    watched = Informer(
+        Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue), queue, CLUSTER_RUNTIMES, "", selector=""
+    )
+    task = asyncio.ensure_future(watched.run())
+    await asyncio.sleep(0.2)
+    assert not watched.synced.is_set()
+    task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, cast
 
 import pytest
@@ -15,6 +14,7 @@ from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
+from tests.support.event_loops import in_event_loop
 
 
 def owned(name: str, uid: str, owner: str = "job-uid", **more: Any) -> dict[str, Any]:
@@ -136,32 +136,30 @@ def test_the_selected_namespaces_follow_the_watch() -> None:
     assert ["a", "b", "b", "b", "a"] == changes
 
 
-def test_the_jobs_of_a_namespace_that_is_selected_are_reconciled_and_counted() -> None:
-    async def scenario() -> None:
-        api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
-        reconciler = Reconciler(api, cache, "image")
-        selected = SelectedNamespaces(reconciler.reconcile_namespace)
-        reconciler.namespaces = selected
-        for name in ("a", "b"):
-            metadata = {"namespace": name, "name": "math", "uid": name, "resourceVersion": "1"}
-            status = {"state": "Starting", "workers": {"gpus": 16}} if name == "b" else None
-            cache.update_job({"metadata": metadata, "spec": {}, "status": status})
+@in_event_loop
+async def test_the_jobs_of_a_namespace_that_is_selected_are_reconciled_and_counted() -> None:
+    api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
+    reconciler = Reconciler(api, cache, "image")
+    selected = SelectedNamespaces(reconciler.reconcile_namespace)
+    reconciler.namespaces = selected
+    for name in ("a", "b"):
+        metadata = {"namespace": name, "name": "math", "uid": name, "resourceVersion": "1"}
+        status = {"state": "Starting", "workers": {"gpus": 16}} if name == "b" else None
+        cache.update_job({"metadata": metadata, "spec": {}, "status": status})
 
-        def samples(metric: str) -> list[tuple[dict[str, str], float]]:
-            families = MetricsCollector(api, cache, reconciler, None).collect()
-            return [(sample.labels, sample.value) for one in families if one.name == metric for sample in one.samples]
+    def samples(metric: str) -> list[tuple[dict[str, str], float]]:
+        families = MetricsCollector(api, cache, reconciler, None).collect()
+        return [(sample.labels, sample.value) for one in families if one.name == metric for sample in one.samples]
 
-        assert 0 == len(reconciler.queue)
-        assert [] == samples("rollout_operator_jobs") == samples("rollout_operator_job_state")
-        selected.update(namespace("b", "1"), "Namespace")
-        assert ("b", "math") == await reconciler.queue.get()
-        assert 0 == len(reconciler.queue)
-        assert [({"state": "Starting"}, 1)] == samples("rollout_operator_jobs")
-        job = {"namespace": "b", "job": "b/math"}
-        assert [(job | {"state": "Starting"}, 1)] == samples("rollout_operator_job_state")
-        assert [(job, 16)] == samples("rollout_operator_job_gpus")
-
-    asyncio.run(scenario())
+    assert 0 == len(reconciler.queue)
+    assert [] == samples("rollout_operator_jobs") == samples("rollout_operator_job_state")
+    selected.update(namespace("b", "1"), "Namespace")
+    assert ("b", "math") == await reconciler.queue.get()
+    assert 0 == len(reconciler.queue)
+    assert [({"state": "Starting"}, 1)] == samples("rollout_operator_jobs")
+    job = {"namespace": "b", "job": "b/math"}
+    assert [(job | {"state": "Starting"}, 1)] == samples("rollout_operator_job_state")
+    assert [(job, 16)] == samples("rollout_operator_job_gpus")
 
 
 def test_namespaces_are_named_or_selected(capsys: pytest.CaptureFixture[str]) -> None:

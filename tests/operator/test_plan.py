@@ -73,8 +73,7 @@ def test_a_job_succeeds_when_its_head_does() -> None:
     last = {"summary": "128", "tokens": 1000, "acceptedPerStep": "1.50", "tokensPerSecond": 0}
     assert last.items() <= cluster.status["progress"].items()
     assert "38%" == cluster.status["timeSaved"]
-    for name in cluster.workers():
-        cluster.finish_deletion(name)
+    cluster.finish_deletions(cluster.workers())
     cluster.reconcile()
     assert ["math-head"] == list(cluster.pods)  # kept for its log
     assert [] == cluster.job["metadata"]["finalizers"]
@@ -177,8 +176,7 @@ def test_a_job_fails_beyond_the_backoff_limit_and_is_cleaned_up() -> None:
             cluster.run("math-worker-0")
     assert "Failed" == cluster.status["state"]
     assert ("True", "BackoffLimitExceeded") == cluster.condition("Failed")
-    for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     assert ["math-cleanup"] == list(cluster.pods)
     assert "--delete" not in cluster.pods["math-cleanup"]["spec"]["containers"][0]["args"]
@@ -264,8 +262,7 @@ def test_workers_hand_over_before_the_head_is_deleted_and_the_job_can_be_resumed
     cluster.reconcile()
     assert "Suspending" == cluster.status["state"]
     assert "deletionTimestamp" not in cluster.pods["math-head"]["metadata"]
-    for name in cluster.workers():
-        cluster.finish_deletion(name)
+    cluster.finish_deletions(cluster.workers())
     cluster.reconcile()
     assert "deletionTimestamp" in cluster.pods["math-head"]["metadata"]
     cluster.finish_deletion("math-head")
@@ -288,8 +285,7 @@ def test_a_deleted_job_waits_for_its_pods_and_the_cleanup() -> None:
     cluster.delete_job()
     cluster.reconcile()
     assert cluster.job is not None
-    for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     assert "--delete" in cluster.pods["math-cleanup"]["spec"]["containers"][0]["args"]
     cluster.terminate("math-cleanup", 0)
@@ -303,8 +299,7 @@ def test_a_job_that_is_deleted_in_the_foreground_is_cleaned_up_when_its_objects_
     cluster.reconcile()
     cluster.delete_dependents()
     assert {*cluster.workers(), *cluster.heads()} == set(cluster.pods)
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     # Kubernetes would delete whatever is created now.
     assert not cluster.pods
@@ -328,12 +323,10 @@ def test_the_quota_of_a_job_that_is_deleted_in_the_foreground_is_released() -> N
     cluster = SimulatedCluster(spec(), queued=True)
     cluster.reconcile()
     cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.delete_job(foreground=True)
     cluster.delete_dependents()
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     # Kueue keeps the pods until its Workload is deleted, and Kubernetes waits for the pods.
     assert cluster.pods
     cluster.reconcile()
@@ -349,9 +342,7 @@ def test_a_cleanup_pod_that_somebody_deletes_is_created_again() -> None:
     cluster = running_job(lifecycle={"backoffLimit": 0})
     cluster.terminate("math-worker-0", 1)
     cluster.reconcile()
-    for name in [*cluster.workers(), *cluster.heads()]:
-        if name in cluster.pods:
-            cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     cluster.run("math-cleanup")
     cluster.delete_job(foreground=True)
@@ -374,8 +365,7 @@ def test_an_impossible_cleanup_does_not_block_deletion(how: str) -> None:
     cluster = running_job()
     cluster.delete_job()
     cluster.reconcile()
-    for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     if how == "rejected":  # as in a namespace that is being deleted
         target = Target("Pod", "math-cleanup")
         cluster.rejections = (Rejection(target, "Forbidden", "namespace rl is being terminated", cluster.now),)
@@ -430,8 +420,7 @@ def test_pending_replacements_are_capped() -> None:
         cluster.terminate(name, 137, pod_reason="NodeLost")
     cluster.reconcile()
     assert 2 == len(cluster.workers())
-    for name in cluster.workers():
-        cluster.run(name)
+    cluster.run_all()
     cluster.reconcile()
     assert 4 == len(cluster.workers())
 
@@ -456,8 +445,7 @@ def test_autoscaling_follows_the_queue_and_removes_idle_workers() -> None:
     cluster.head = head_status(cluster.workers(), waiting=60, assigned=16)
     cluster.reconcile()
     assert 6 == len(cluster.workers())  # for 92 rollouts, 16 per worker
-    for name in cluster.workers():
-        cluster.run(name)
+    cluster.run_all()
     busy, *idle = cluster.workers()
     engines = (
         EngineStatus(worker=busy, max_running=16, assigned=3),
@@ -494,13 +482,11 @@ def test_a_group_is_replaced_if_a_needed_worker_has_succeeded_and_its_place_cann
     cluster.reconcile()
     for _ in range(3):
         cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.terminate("math-worker-0", 0)
     for _ in range(3):
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
         cluster.reconcile_queue()
     # A worker may end before the head of a closed job. Kueue would delete a pod in its place.
     assert "WorkerSucceeded" not in {event.reason for event in cluster.events}
@@ -509,8 +495,7 @@ def test_a_group_is_replaced_if_a_needed_worker_has_succeeded_and_its_place_cann
     cluster.now += 1000
     for _ in range(4):
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
         cluster.reconcile_queue()
     assert "WorkerSucceeded" in {event.reason for event in cluster.events}
     assert {"Pending"} == {pod["status"]["phase"] for pod in cluster.pods.values()}
@@ -524,8 +509,7 @@ def test_autoscaling_does_not_shrink_by_workers_that_kueue_has_admitted_as_a_gro
     cluster.reconcile()
     for _ in range(3):
         cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.change(workers={"minReplicas": 1})
     cluster.head = head_status(cluster.workers(), assigned=0, idle=61.0)
     cluster.reconcile()
@@ -657,8 +641,7 @@ def test_scaling_a_job_with_autoscaling_sets_the_number_from_which_it_continues(
     cluster.change(workers={"replicas": 4})
     cluster.reconcile()
     assert 4 == len(cluster.workers()) == cluster.status["workers"]["desired"]
-    for name in cluster.workers():
-        cluster.run(name)
+    cluster.run_all()
     idle = tuple(
         EngineStatus(worker=name, max_running=16, assigned=0, idle_seconds=1000.0) for name in cluster.workers()[2:]
     )
@@ -720,8 +703,7 @@ def test_every_condition_has_a_message() -> None:
     running.execute(running.plan())
     assert [] == without_message(running)
     for _ in range(2):
-        for name in list(running.pods):
-            running.finish_deletion(name)
+        running.finish_deletions()
         running.reconcile()
     assert "Suspended" == running.status["state"]
     assert [] == without_message(running)
@@ -739,8 +721,7 @@ def test_the_conditions_for_other_tools_summarize_the_job() -> None:
     cluster.execute(cluster.plan())
     assert ("False", "Suspending") == cluster.condition("Ready")
     for _ in range(2):
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
         cluster.reconcile()
     assert ("True", "Suspended") == cluster.condition("Ready")
 

@@ -81,8 +81,7 @@ def test_a_job_that_fails_without_pods_has_a_bundle() -> None:
 def test_a_bundle_is_not_kept_again_once_the_job_is_torn_down() -> None:
     cluster = failed_job()
     cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     cluster.run(names.cleanup_pod("math"))
     cluster.terminate(names.cleanup_pod("math"), 0)

@@ -113,13 +113,19 @@ def test_a_job_may_be_suspended_or_deleted_while_its_model_is_downloaded(resumes
     assert ["math-prefetch"] == list(cluster.pods)
 
 
-def test_a_download_into_another_claim_does_not_count() -> None:
+@pytest.fixture
+def cluster() -> SimulatedCluster:
+    """A job that downloads its model into a claim of its runtime."""
     cache = {"persistentVolumeClaim": "one", "prefetch": True}
     cluster = SimulatedCluster(
         spec(runtimeRef={"name": "h100"}), runtime={"model": {"cache": cache}, "workers": {"gpusPerWorker": 1}}
     )
     cluster.reconcile()
     cluster.run("math-prefetch")
+    return cluster
+
+
+def test_a_download_into_another_claim_does_not_count(cluster: SimulatedCluster) -> None:
     cluster.runtime["model"]["cache"]["persistentVolumeClaim"] = "two"
     cluster.reconcile()
     assert "deletionTimestamp" in cluster.pods["math-prefetch"]["metadata"]
@@ -129,13 +135,7 @@ def test_a_download_into_another_claim_does_not_count() -> None:
     assert [] == cluster.heads()
 
 
-def test_the_pod_of_a_download_is_removed_if_the_runtime_has_no_cache_any_more() -> None:
-    cache = {"persistentVolumeClaim": "one", "prefetch": True}
-    cluster = SimulatedCluster(
-        spec(runtimeRef={"name": "h100"}), runtime={"model": {"cache": cache}, "workers": {"gpusPerWorker": 1}}
-    )
-    cluster.reconcile()
-    cluster.run("math-prefetch")
+def test_the_pod_of_a_download_is_removed_if_the_runtime_has_no_cache_any_more(cluster: SimulatedCluster) -> None:
     del cluster.runtime["model"]
     cluster.reconcile()
     cluster.finish_deletion("math-prefetch")

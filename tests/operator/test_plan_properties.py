@@ -246,8 +246,7 @@ class JobLifecycle(RuleBasedStateMachine):
             cluster.reconcile(MAX_PASSES)
             for name in cluster.prefetch_pods():
                 cluster.terminate(name, 0)
-            for name in list(cluster.pods):
-                cluster.finish_deletion(name)
+            cluster.finish_deletions()
             cluster.reconcile_queue()
             cluster.now += 1000  # every backoff has passed, and pods on lost nodes are overdue
         cluster.reconcile(MAX_PASSES)

@@ -41,21 +41,30 @@ def test_a_change_of_the_pods_is_not_applied_to_some_of_them() -> None:
     assert manifest != cluster.objects["ConfigMap", "math-manifest"]
 
 
-def test_a_rolling_update_replaces_one_worker_after_the_other_and_then_the_head() -> None:
-    cluster = running_job(workers={"replicas": 3}, lifecycle={"updateStrategy": "RollingUpdate"})
+@pytest.mark.parametrize(
+    ("workers", "replaced"),
+    [
+        ({"replicas": 3}, [["math-worker-0"], ["math-worker-1"], ["math-worker-2"], ["math-head"]]),
+        (
+            {"replicas": 2, "podsPerWorker": 2, "gpusPerWorker": 4},
+            [["math-worker-0", "math-worker-0-1"], ["math-worker-1", "math-worker-1-1"], ["math-head"]],
+        ),
+    ],
+)
+def test_a_rolling_update_replaces_one_worker_after_the_other_and_then_the_head(
+    workers: dict[str, int], replaced: list[list[str]]
+) -> None:
+    parallel = {"tensorParallelSize": workers.get("gpusPerWorker", 1)}
+    cluster = running_job(engine=parallel, workers=workers, lifecycle={"updateStrategy": "RollingUpdate"})
     cluster.change(image={"name": "worker:2"})
-    replaced = []
+    deleted = []
     for _ in range(20):
         cluster.reconcile()
-        deleting = [name for name, pod in cluster.pods.items() if pod["metadata"].get("deletionTimestamp")]
-        assert len(deleting) <= 1
-        replaced += deleting
-        for name in deleting:
-            cluster.finish_deletion(name)
+        deleted.append(sorted(name for name, pod in cluster.pods.items() if "deletionTimestamp" in pod["metadata"]))
+        cluster.finish_deletions()
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.run(name)
-    assert ["math-worker-0", "math-worker-1", "math-worker-2", "math-head"] == replaced
+        cluster.run_all()
+    assert replaced == [names for names in deleted if names]
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert ("True", "UpToDate") == cluster.condition("UpToDate")
     assert 0 == cluster.status["failedPods"]
@@ -81,8 +90,7 @@ def test_a_rolling_update_repairs_pods_that_cannot_become_ready() -> None:
     cluster.change(image={"name": "worker:2"})
     for _ in range(4):
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
     cluster.reconcile()
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert 4 == len(cluster.pods)
@@ -93,8 +101,7 @@ def test_pods_of_a_queue_are_not_replaced_one_by_one() -> None:
     cluster = SimulatedCluster(spec(lifecycle={"updateStrategy": "RollingUpdate"}), queued=True)
     cluster.reconcile()
     cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.change(image={"name": "worker:2"})
     cluster.reconcile()
     assert ("False", "ChangesPending") == cluster.condition("UpToDate")
@@ -153,8 +160,7 @@ def test_a_job_with_an_invalid_template_of_the_head_can_be_deleted(template: dic
     cluster.change(head={"podTemplate": template})
     cluster.delete_job()
     cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
+    cluster.finish_deletions()
     cluster.reconcile()
     cluster.terminate("math-cleanup", 0)
     cluster.reconcile()

@@ -15,17 +15,23 @@ from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, w
 
 from rollout_api import parse_job
 from rollout_api.status_token import HASH_VARIABLE, OPEN_PAGES
+from tests.support.manifests import rollout_job
 
 
 def job_context(**sections: Any) -> JobContext:
-    spec = {"source": {"trainer": {}}, "model": {"uri": "Qwen/Qwen3-8B"}, **sections}
-    manifest = {
-        "apiVersion": "das.rollout.dev/v1beta1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "math", "namespace": "rl"},
-        "spec": spec,
-    }
-    return JobContext(parse_job(manifest), "the-uid", {}, "worker:1")
+    return JobContext(parse_job(rollout_job(namespace="rl", **sections)), "the-uid", {}, "worker:1")
+
+
+def config_map(context: JobContext, name: str) -> dict[str, str]:
+    """Return the content of a ConfigMap that the operator creates for the job."""
+    objects = owned_objects(context, ClusterInfo(), workers=1)
+    found: dict[str, str] = next(made["data"] for made in objects if made["metadata"]["name"] == name)
+    return found
+
+
+def environment_of(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a pod's container by name."""
+    return {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
 
 
 def all_pods(context: JobContext) -> list[dict[str, Any]]:
@@ -100,8 +106,8 @@ def test_workers_claim_devices_instead_of_an_extended_resource() -> None:
 def test_the_grace_period_of_workers_follows_from_the_time_to_drain(workers: dict[str, int], grace: int) -> None:
     context = job_context(workers=workers)
     assert grace == worker_pod(context, 0, replacement=False)["spec"]["terminationGracePeriodSeconds"]
-    (manifest,) = (one for one in owned_objects(context, ClusterInfo(), workers=1) if "job.yaml" in one.get("data", ()))
-    assert grace == parse_job(json.loads(manifest["data"]["job.yaml"])).spec.workers.drain_seconds + 20
+    manifest = json.loads(config_map(context, "math-manifest")["job.yaml"])
+    assert grace == parse_job(manifest).spec.workers.drain_seconds + 20
 
 
 def test_workers_may_need_further_resources_and_a_runtime_class() -> None:
@@ -139,7 +145,7 @@ def test_a_cpu_worker_requests_no_gpu(gpus: dict[str, str]) -> None:
 def test_credentials_are_passed_by_reference_only(redis: dict[str, Any], expected: dict[str, Any]) -> None:
     context = job_context(redis=redis, model={"uri": "a/b", "tokenSecretRef": {"name": "hf", "key": "token"}})
     for pod in all_pods(context):
-        variables = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
+        variables = environment_of(pod)
         assert expected == variables["ROLLOUT_REDIS_URL"]["valueFrom"]
         assert {"secretKeyRef": {"name": "hf", "key": "token"}} == variables["HF_TOKEN"]["valueFrom"]
 
@@ -159,22 +165,17 @@ def test_the_url_of_a_separate_history_store_reaches_all_pods_outside_the_manife
 ) -> None:
     context = job_context(history={"name": "shared", "redis": redis})
     for pod in all_pods(context):
-        variables = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
+        variables = environment_of(pod)
         assert {"name": "ROLLOUT_HISTORY_REDIS_URL", **expected} == variables["ROLLOUT_HISTORY_REDIS_URL"]
         assert "rollout-redis" == variables["ROLLOUT_REDIS_URL"]["valueFrom"]["secretKeyRef"]["name"]
-    config_map = next(
-        resource
-        for resource in owned_objects(context, ClusterInfo(), workers=1)
-        if resource["metadata"]["name"] == "math-manifest"
-    )
-    manifest = json.loads(config_map["data"]["job.yaml"])
+    manifest = json.loads(config_map(context, "math-manifest")["job.yaml"])
     assert {"name": "shared"} == manifest["spec"]["history"]
     assert parse_job(manifest).spec.history.redis.url is None
 
 
 def test_a_history_in_the_message_store_needs_no_separate_url() -> None:
     for pod in all_pods(job_context()):
-        assert "ROLLOUT_HISTORY_REDIS_URL" not in {variable["name"] for variable in pod["spec"]["containers"][0]["env"]}
+        assert "ROLLOUT_HISTORY_REDIS_URL" not in environment_of(pod)
 
 
 def test_a_pod_template_adds_fields_but_cannot_change_the_identifying_labels() -> None:
@@ -257,10 +258,6 @@ def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
 PREFETCH = {"uri": "Qwen/Qwen3-8B", "cache": {"persistentVolumeClaim": "models", "prefetch": True}}
 
 
-def environment_of(pod: dict[str, Any]) -> dict[str, Any]:
-    return {variable["name"]: variable.get("value") for variable in pod["spec"]["containers"][0]["env"]}
-
-
 def models_mount_of(pod: dict[str, Any]) -> dict[str, Any]:
     assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in pod["spec"]["volumes"]
     mounts = pod["spec"]["containers"][0]["volumeMounts"]
@@ -271,22 +268,23 @@ def test_only_the_prefetch_pod_writes_to_the_model_cache() -> None:
     context = job_context(model=PREFETCH)
     writer = prefetch_pod(context)
     assert "readOnly" not in models_mount_of(writer)
-    assert "/models/huggingface" == environment_of(writer)["HF_HOME"]
+    assert "/models/huggingface" == environment_of(writer)["HF_HOME"]["value"]
     assert "HF_HUB_OFFLINE" not in environment_of(writer)
     for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):
         assert models_mount_of(pod)["readOnly"]
         variables = environment_of(pod)
-        assert ("/models/huggingface/hub", "1") == (variables["HF_HUB_CACHE"], variables["HF_HUB_OFFLINE"])
+        assert "/models/huggingface/hub" == variables["HF_HUB_CACHE"]["value"]
+        assert "1" == variables["HF_HUB_OFFLINE"]["value"]
         # These directories are written to.
-        assert "/tmp" == variables["HOME"]
-        assert variables["HF_HOME"].startswith("/tmp/")
+        assert "/tmp" == variables["HOME"]["value"]
+        assert variables["HF_HOME"]["value"].startswith("/tmp/")
 
 
 def test_without_prefetch_all_pods_may_download_the_model() -> None:
     context = job_context(model={"uri": "a/b", "cache": {"persistentVolumeClaim": "models"}})
     for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):
         assert "readOnly" not in models_mount_of(pod)
-        assert "/models/huggingface" == environment_of(pod)["HF_HOME"]
+        assert "/models/huggingface" == environment_of(pod)["HF_HOME"]["value"]
         assert "HF_HUB_OFFLINE" not in environment_of(pod)
 
 
@@ -321,11 +319,8 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         lifecycle={"ttlSecondsAfterFinished": 5},
         redis={"urlFrom": {"secretKeyRef": {"name": "mine", "key": "u"}}},
     )
-    objects = {
-        resource["kind"] + resource["metadata"]["name"]: resource
-        for resource in owned_objects(context, ClusterInfo(), workers=1)
-    }
-    manifest = json.loads(objects["ConfigMapmath-manifest"]["data"]["job.yaml"])
+    data = config_map(context, "math-manifest")
+    manifest = json.loads(data["job.yaml"])
     job = parse_job(manifest)
     assert ["/weights"] == job.spec.weights.allowed_roots
     assert "podTemplate" not in json.dumps(manifest)
@@ -334,23 +329,16 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         workers={"replicas": 5, "maxReplicas": 8, "minReplicas": 2, "autoscale": True},
         weights={"persistentVolumeClaim": "policy"},
     )
-    rescaled = {
-        resource["kind"] + resource["metadata"]["name"]: resource
-        for resource in owned_objects(scaled, ClusterInfo(), workers=1)
-    }
-    assert objects["ConfigMapmath-manifest"]["data"] == rescaled["ConfigMapmath-manifest"]["data"]
+    assert data == config_map(scaled, "math-manifest")
 
 
 def test_the_head_knows_the_hash_of_the_token_but_no_secret() -> None:
     context = replace(job_context(), status_token_hash="ab" * 32)
 
-    def variables(pod: dict[str, Any]) -> dict[str, Any]:
-        return {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
-
-    assert {"name": HASH_VARIABLE, "value": "ab" * 32} == variables(head_pod(context))[HASH_VARIABLE]
+    assert {"name": HASH_VARIABLE, "value": "ab" * 32} == environment_of(head_pod(context))[HASH_VARIABLE]
     for pod in (worker_pod(context, 0, replacement=False), cleanup_pod(context, delete_messages=True, reason="")):
-        assert HASH_VARIABLE not in variables(pod)
-    assert HASH_VARIABLE not in variables(head_pod(job_context()))
+        assert HASH_VARIABLE not in environment_of(pod)
+    assert HASH_VARIABLE not in environment_of(head_pod(job_context()))
     # Kubelets have no token.
     (container,) = head_pod(context)["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] in OPEN_PAGES
@@ -388,13 +376,9 @@ def test_rules_for_connections_are_a_json_list(capsys: pytest.CaptureFixture[str
 
 def test_a_url_without_credentials_is_published_unchanged() -> None:
     context = job_context(redis={"url": "redis://redis.example:6379/0"})
-    connection = next(
-        resource
-        for resource in owned_objects(context, ClusterInfo(), workers=1)
-        if resource["metadata"]["name"] == "math-connection"
-    )
-    assert "redis://redis.example:6379/0" == connection["data"]["url"]
-    assert "secretName" not in connection["data"]
+    connection = config_map(context, "math-connection")
+    assert "redis://redis.example:6379/0" == connection["url"]
+    assert "secretName" not in connection
 
 
 @pytest.mark.parametrize(
@@ -412,9 +396,5 @@ def test_the_location_of_a_separate_history_store_is_published_to_trainers(
     history: dict[str, Any], published: dict[str, str]
 ) -> None:
     context = job_context(history={"redis": history})
-    config_map = next(
-        resource
-        for resource in owned_objects(context, ClusterInfo(), workers=1)
-        if resource["metadata"]["name"] == "math-connection"
-    )
-    assert published == {name: value for name, value in config_map["data"].items() if name.startswith("history")}
+    connection = config_map(context, "math-connection")
+    assert published == {name: value for name, value in connection.items() if name.startswith("history")}

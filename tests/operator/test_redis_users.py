@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from rollout_api.protocol.access_rules import service_rules
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.address import Kind, parse_address, without_password
 from rollout_api.redis_client.connection import connect, connect_async
+from tests.support.event_loops import in_event_loop
 from tests.support.redis_servers import Certificates, Server
 
 KEY = b"k" * 32
@@ -110,149 +110,139 @@ def test_a_job_with_an_invalid_manifest_has_no_user() -> None:
     assert job_user(job("math", workers={"replicas": -1})) is None
 
 
-def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Server) -> None:
-    async def scenario() -> None:
-        api, client = StandInApi(), connect_async(server.url)
-        manager = RedisUserManager(
-            api, client, server.url, KEY, history_service=history_service_user("das", "das-redis-history-service")
-        )
-        api.jobs = [job("math"), job("code"), job("own", redis=own_secret("mine"))]
-        for body in api.jobs:
-            manager.update_job(body)
-        await manager.create_missing()
-        assert {"rl/math-redis", "rl/code-redis", "das/das-redis-history-service"} == set(api.secrets)
-        math_keys = MessageKeys("uid-of-math")
-        with connect(api.url("rl/math-redis")) as math, connect(api.url("rl/code-redis")) as code:
-            math.xadd(math_keys.requests, {"d": b"1"})
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                code.xlen(math_keys.requests)
-        with connect(api.url("das/das-redis-history-service")) as service:
-            service.set("history:x", 1)
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                service.xlen(math_keys.requests)
-        with redis.Redis.from_url(server.url) as admin:
-            granted = admin.acl_getuser(f"{user_prefix(KEY)}history")
-            admin.acl_setuser("expected", reset=True)
-            admin.execute_command("ACL", "SETUSER", "expected", *service_rules())
-            assert {name: admin.acl_getuser("expected")[name] for name in ("commands", "keys")} == {
-                name: granted[name] for name in ("commands", "keys")
-            }
+@in_event_loop
+async def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Server) -> None:
+    api, client = StandInApi(), connect_async(server.url)
+    manager = RedisUserManager(
+        api, client, server.url, KEY, history_service=history_service_user("das", "das-redis-history-service")
+    )
+    api.jobs = [job("math"), job("code"), job("own", redis=own_secret("mine"))]
+    for body in api.jobs:
+        manager.update_job(body)
+    await manager.create_missing()
+    assert {"rl/math-redis", "rl/code-redis", "das/das-redis-history-service"} == set(api.secrets)
+    math_keys = MessageKeys("uid-of-math")
+    with connect(api.url("rl/math-redis")) as math, connect(api.url("rl/code-redis")) as code:
+        math.xadd(math_keys.requests, {"d": b"1"})
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            code.xlen(math_keys.requests)
+    with connect(api.url("das/das-redis-history-service")) as service:
+        service.set("history:x", 1)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            service.xlen(math_keys.requests)
+    with redis.Redis.from_url(server.url) as admin:
+        granted = admin.acl_getuser(f"{user_prefix(KEY)}history")
+        admin.acl_setuser("expected", reset=True)
+        admin.execute_command("ACL", "SETUSER", "expected", *service_rules())
+        assert {name: admin.acl_getuser("expected")[name] for name in ("commands", "keys")} == {
+            name: granted[name] for name in ("commands", "keys")
+        }
 
-        # The history service's user belongs to no job and is kept when those of deleted jobs are removed.
-        api.jobs = [job("math")]
-        manager.remove_job(job("code"))
-        await manager.remove_unused([])
-        with redis.Redis.from_url(server.url) as admin:
-            users = {name for name in admin.acl_users() if name.startswith(user_prefix(KEY))}
-        assert {f"{user_prefix(KEY)}uid-of-math", f"{user_prefix(KEY)}history"} == users
-        await client.aclose()
-
-    asyncio.run(scenario())
+    # The history service's user belongs to no job and is kept when those of deleted jobs are removed.
+    api.jobs = [job("math")]
+    manager.remove_job(job("code"))
+    await manager.remove_unused([])
+    with redis.Redis.from_url(server.url) as admin:
+        users = {name for name in admin.acl_users() if name.startswith(user_prefix(KEY))}
+    assert {f"{user_prefix(KEY)}uid-of-math", f"{user_prefix(KEY)}history"} == users
+    await client.aclose()
 
 
-def test_the_secret_of_an_earlier_job_of_this_name_delays_that_of_a_new_job_only_until_it_is_deleted(
+@in_event_loop
+async def test_the_secret_of_an_earlier_job_of_this_name_delays_that_of_a_new_job_only_until_it_is_deleted(
     server: Server,
 ) -> None:
-    async def scenario() -> None:
-        api, client = StandInApi(), connect_async(server.url)
-        manager = RedisUserManager(api, client, server.url, KEY)
-        now = datetime.fromtimestamp(time.time(), UTC).isoformat()
-        for name, created in (("new", now), ("old", OLD)):
-            api.secrets[f"rl/{name}-redis"] = {}
-            manager.update_job(job(name, created=created))
-        await manager.create_missing()
-        assert 2 == api.attempts
-        api.secrets.clear()
-        await manager.create_missing()
-        assert {"rl/new-redis"} == set(api.secrets)
-        await client.aclose()
-
-    asyncio.run(scenario())
+    api, client = StandInApi(), connect_async(server.url)
+    manager = RedisUserManager(api, client, server.url, KEY)
+    now = datetime.fromtimestamp(time.time(), UTC).isoformat()
+    for name, created in (("new", now), ("old", OLD)):
+        api.secrets[f"rl/{name}-redis"] = {}
+        manager.update_job(job(name, created=created))
+    await manager.create_missing()
+    assert 2 == api.attempts
+    api.secrets.clear()
+    await manager.create_missing()
+    assert {"rl/new-redis"} == set(api.secrets)
+    await client.aclose()
 
 
-def test_the_secret_of_a_job_that_is_deleted_in_the_foreground_is_created_again_for_its_cleanup(
+@in_event_loop
+async def test_the_secret_of_a_job_that_is_deleted_in_the_foreground_is_created_again_for_its_cleanup(
     server: Server,
 ) -> None:
-    async def scenario() -> None:
-        api, client = StandInApi(), connect_async(server.url)
-        manager = RedisUserManager(api, client, server.url, KEY)
-        body = job("math")
-        manager.update_job(body)
-        await manager.create_missing()
-        first = api.secrets.pop("rl/math-redis")
-        # Kubernetes would delete a new Secret, too, until it removes its finalizer.
-        body["metadata"] |= {"deletionTimestamp": OLD, "finalizers": [names.FINALIZER, names.FOREGROUND_FINALIZER]}
-        manager.update_job(body)
-        api.jobs = [body]
-        await manager.remove_unused([])
-        await manager.create_missing()
-        assert not api.secrets
-        body["metadata"]["finalizers"] = [names.FINALIZER]
-        manager.update_job(body)
-        await manager.create_missing()
-        assert {"rl/math-redis": first} == api.secrets
-        with connect(api.url("rl/math-redis")) as user:
-            assert 0 == user.xlen(MessageKeys("uid-of-math").requests)
-        # Otherwise a deleted job causes no more requests than one.
-        attempts = api.attempts
-        manager.update_job(body)
-        await manager.create_missing()
-        assert attempts == api.attempts
-        await client.aclose()
-
-    asyncio.run(scenario())
+    api, client = StandInApi(), connect_async(server.url)
+    manager = RedisUserManager(api, client, server.url, KEY)
+    body = job("math")
+    manager.update_job(body)
+    await manager.create_missing()
+    first = api.secrets.pop("rl/math-redis")
+    # Kubernetes would delete a new Secret, too, until it removes its finalizer.
+    body["metadata"] |= {"deletionTimestamp": OLD, "finalizers": [names.FINALIZER, names.FOREGROUND_FINALIZER]}
+    manager.update_job(body)
+    api.jobs = [body]
+    await manager.remove_unused([])
+    await manager.create_missing()
+    assert not api.secrets
+    body["metadata"]["finalizers"] = [names.FINALIZER]
+    manager.update_job(body)
+    await manager.create_missing()
+    assert {"rl/math-redis": first} == api.secrets
+    with connect(api.url("rl/math-redis")) as user:
+        assert 0 == user.xlen(MessageKeys("uid-of-math").requests)
+    # Otherwise a deleted job causes no more requests than one.
+    attempts = api.attempts
+    manager.update_job(body)
+    await manager.create_missing()
+    assert attempts == api.attempts
+    await client.aclose()
 
 
-def test_only_the_jobs_of_selected_namespaces_have_users(server: Server) -> None:
-    async def scenario() -> None:
-        api, client = StandInApi(), connect_async(server.url)
-        namespaces: set[str] = set()
-        service = history_service_user("das", "das-redis-history-service")
-        manager = RedisUserManager(api, client, server.url, KEY, history_service=service, namespaces=namespaces)
+@in_event_loop
+async def test_only_the_jobs_of_selected_namespaces_have_users(server: Server) -> None:
+    api, client = StandInApi(), connect_async(server.url)
+    namespaces: set[str] = set()
+    service = history_service_user("das", "das-redis-history-service")
+    manager = RedisUserManager(api, client, server.url, KEY, history_service=service, namespaces=namespaces)
+    manager.update_job(job("math"))
+    await manager.create_missing()
+    assert {"das/das-redis-history-service"} == set(api.secrets)
+    namespaces.add("rl")
+    await manager.create_missing()
+    assert {"rl/math-redis", "das/das-redis-history-service"} == set(api.secrets)
+    await client.aclose()
+
+
+@in_event_loop
+async def test_users_recognize_the_server_by_the_certificate_in_their_url(tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path / "certificates")
+    settings = {"tls-auth-clients": "no"}
+    with Server(tmp_path / "redis", password=PASSWORD, certificates=certificates, settings=settings) as server:
+        plain_url = server.url.partition("?")[0]
+        with (
+            connect(plain_url) as stranger,
+            pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"),
+        ):
+            stranger.ping()
+        url = with_ca(plain_url, certificates.certificate.read_text())
+        api, client = StandInApi(), connect_async(url)
+        manager = RedisUserManager(api, client, url, KEY)
         manager.update_job(job("math"))
         await manager.create_missing()
-        assert {"das/das-redis-history-service"} == set(api.secrets)
-        namespaces.add("rl")
-        await manager.create_missing()
-        assert {"rl/math-redis", "das/das-redis-history-service"} == set(api.secrets)
         await client.aclose()
+        with connect(api.url("rl/math-redis")) as user:
+            assert user.set(f"{MessageKeys('uid-of-math').prefix}x", 1)
+        assert "CERTIFICATE" not in without_password(url)
 
-    asyncio.run(scenario())
-
-
-def test_users_recognize_the_server_by_the_certificate_in_their_url(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        certificates = Certificates.make(tmp_path / "certificates")
-        settings = {"tls-auth-clients": "no"}
-        with Server(tmp_path / "redis", password=PASSWORD, certificates=certificates, settings=settings) as server:
-            plain_url = server.url.partition("?")[0]
-            with (
-                connect(plain_url) as stranger,
-                pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"),
-            ):
-                stranger.ping()
-            url = with_ca(plain_url, certificates.certificate.read_text())
-            api, client = StandInApi(), connect_async(url)
-            manager = RedisUserManager(api, client, url, KEY)
-            manager.update_job(job("math"))
-            await manager.create_missing()
-            await client.aclose()
-            with connect(api.url("rl/math-redis")) as user:
-                assert user.set(f"{MessageKeys('uid-of-math').prefix}x", 1)
-            assert "CERTIFICATE" not in without_password(url)
-
-            # The chart gives the history service the certificate in this way: the URL in its Secret may lack it.
-            script = (
-                "import sys; from rollout_api.redis_client.connection import connect_history; "
-                "connect_history(sys.argv[1]).ping()"
-            )
-            variables = {**os.environ, "SSL_CERT_FILE": str(certificates.certificate)}
-            process = subprocess.run(
-                [sys.executable, "-c", script, plain_url], env=variables, capture_output=True, text=True
-            )
-            assert not process.returncode, process.stderr
-
-    asyncio.run(scenario())
+        # The chart gives the history service the certificate in this way: the URL in its Secret may lack it.
+        script = (
+            "import sys; from rollout_api.redis_client.connection import connect_history; "
+            "connect_history(sys.argv[1]).ping()"
+        )
+        variables = {**os.environ, "SSL_CERT_FILE": str(certificates.certificate)}
+        process = subprocess.run(
+            [sys.executable, "-c", script, plain_url], env=variables, capture_output=True, text=True
+        )
+        assert not process.returncode, process.stderr
 
 
 def test_the_urls_of_users_keep_sentinels_and_options() -> None:
@@ -265,15 +255,6 @@ def test_the_urls_of_users_keep_sentinels_and_options() -> None:
     assert {"username": "s", "password": "t"} == dict(address.sentinel_options)
 
 
-@pytest.mark.parametrize("url", ["redis+cluster://a:1,b:2", "http://a"])
-def test_a_server_that_cannot_be_used_is_rejected_at_the_start(url: str) -> None:
-    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": "k"}
-    command = [sys.executable, "-m", "rollout_operator.redis_users"]
-    process = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert 2 == process.returncode
-    assert "ROLLOUT_REDIS_ADMIN_URL" in process.stderr
-
-
 def test_the_admin_secret_has_a_new_password_which_its_url_contains() -> None:
     first, second = (admin_secret("rl", "das-redis-admin", "das-redis.rl.svc:6379")["stringData"] for _ in range(2))
     assert first["password"] != second["password"]
@@ -281,14 +262,21 @@ def test_the_admin_secret_has_a_new_password_which_its_url_contains() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--history-secret=x"], ["--ca-file=/missing"], ["--namespace=a", "--namespace-selector=b=c"]]
+    ("url", "options", "named"),
+    [
+        ("redis+cluster://a:1,b:2", [], "ROLLOUT_REDIS_ADMIN_URL"),
+        ("http://a", [], "ROLLOUT_REDIS_ADMIN_URL"),
+        ("redis://h", ["--history-secret=x"], "--history-secret"),
+        ("redis://h", ["--ca-file=/missing"], "--ca-file"),
+        ("redis://h", ["--namespace=a", "--namespace-selector=b=c"], "--namespace"),
+    ],
 )
-def test_wrong_options_are_rejected_at_the_start(options: list[str]) -> None:
-    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": "redis://h", "ROLLOUT_REDIS_USER_KEY": "k"}
+def test_wrong_settings_are_rejected_at_the_start(url: str, options: list[str], named: str) -> None:
+    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": "k"}
     command = [sys.executable, "-m", "rollout_operator.redis_users", *options]
     process = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert 2 == process.returncode
-    assert options[0].partition("=")[0] in process.stderr.splitlines()[-1]
+    assert named in process.stderr.splitlines()[-1]
 
 
 def test_argo_cd_does_not_take_created_secrets_for_parts_of_the_release() -> None:

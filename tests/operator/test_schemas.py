@@ -16,9 +16,9 @@ from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup
 from tests.support.cluster.chart import VALUE_SETS, render_chart
 from tests.support.cluster.schemas import RELEASES, check_schemas
+from tests.support.manifests import rollout_job
 
 SPEC: dict[str, Any] = {
-    "source": {"trainer": {}},
     "model": {
         "uri": "Qwen/Qwen3-32B",
         "tokenSecretRef": {"name": "hf", "key": "token"},
@@ -51,9 +51,7 @@ DEVICE_CLAIM_RELEASES = RELEASES[RELEASES.index("1.31") :]
 
 def created_objects(**sections: Any) -> list[dict[str, Any]]:
     """Return everything that the operator creates for a job in a queue, with these sections of its spec replaced."""
-    metadata = {"name": "math", "namespace": "rl"}
-    spec = {**SPEC, **sections}
-    manifest = {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
+    manifest = rollout_job(namespace="rl", **{**SPEC, **sections})
     group = PodGroup(name="math-1", queue="research", total_count=2)
     context = JobContext(parse_job(manifest), "uid", {names.QUEUE_LABEL: "research"}, "worker:1", pod_group=group)
     return [

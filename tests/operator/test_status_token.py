@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -24,6 +23,7 @@ from rollout_operator.objects.observed import PodView
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.history_service.service import HistoryServer, ServiceState
+from tests.support.event_loops import in_event_loop
 from tests.support.job_status import job_status
 
 TOKEN = "a-token-of-thirty-two-characters"
@@ -43,18 +43,29 @@ async def statuses(url: str, headers: dict[str, str]) -> dict[str, int]:
     return found
 
 
-def test_the_metrics_of_the_operator_need_the_token() -> None:
-    async def scenario() -> None:
-        api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
-        server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
-        server.ready = True
-        url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        probes = {"healthz": 200, "readyz": 200}
-        assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
-        assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
-        await server.stop()
+def operator_server() -> OperatorServer:
+    api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
+    server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
+    server.ready = True
+    return server
 
-    asyncio.run(scenario())
+
+@pytest.mark.parametrize(
+    ("make", "readyz"),
+    [
+        (operator_server, 200),
+        (lambda: HistoryServer(ServiceState(), WITH_TOKEN), 503),  # Redis has not answered yet.
+    ],
+    ids=["operator", "history service"],
+)
+@in_event_loop
+async def test_the_metrics_of_a_service_need_the_token(make: Callable[[], Any], readyz: int) -> None:
+    server = make()
+    url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    probes = {"healthz": 200, "readyz": readyz}
+    assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
+    assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
+    await server.stop()
 
 
 @asynccontextmanager
@@ -69,50 +80,33 @@ async def serving_head(token: StatusToken) -> AsyncIterator[str]:
         await server.stop()
 
 
-def test_the_pages_of_a_head_need_the_token() -> None:
-    async def scenario() -> None:
-        probes = {"healthz": 200, "readyz": 200}
-        async with serving_head(WITH_TOKEN) as url:
-            for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
-                assert {"status": 401, "metrics": 401, **probes} == await statuses(url, headers)
-            assert {"status": 200, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
-        async with serving_head(StatusToken()) as url:
-            assert {"status": 200, "metrics": 200, **probes} == await statuses(url, {})
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_pages_of_a_head_need_the_token() -> None:
+    probes = {"healthz": 200, "readyz": 200}
+    async with serving_head(WITH_TOKEN) as url:
+        for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+            assert {"status": 401, "metrics": 401, **probes} == await statuses(url, headers)
+        assert {"status": 200, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
+    async with serving_head(StatusToken()) as url:
+        assert {"status": 200, "metrics": 200, **probes} == await statuses(url, {})
 
 
-def test_the_metrics_of_the_history_service_need_the_token() -> None:
-    async def scenario() -> None:
-        server = HistoryServer(ServiceState(), WITH_TOKEN)
-        url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        # Redis has not answered yet.
-        probes = {"healthz": 200, "readyz": 503}
-        assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
-        assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
-        await server.stop()
-
-    asyncio.run(scenario())
-
-
-def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with serving_head(WITH_TOKEN) as url:
-            monkeypatch.setattr(names, "HTTP_PORT", int(url.rpartition(":")[2]))
-            for token, is_permitted in ((WITH_TOKEN, True), (None, False)):
-                reader = HeadStatusReader(token)
-                pod = PodView.from_pod(
-                    {
-                        "metadata": {"name": "head", "uid": "head", "labels": {names.COMPONENT_LABEL: names.HEAD}},
-                        "spec": {"nodeName": "node"},
-                        "status": {"phase": "Running", "podIP": "127.0.0.1"},
-                    }
-                )
-                assert is_permitted == (await reader.read(pod, lambda: None) is not None)
-                await reader.close()
-
+@in_event_loop
+async def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 10.0)
-    asyncio.run(scenario())
+    async with serving_head(WITH_TOKEN) as url:
+        monkeypatch.setattr(names, "HTTP_PORT", int(url.rpartition(":")[2]))
+        for token, is_permitted in ((WITH_TOKEN, True), (None, False)):
+            reader = HeadStatusReader(token)
+            pod = PodView.from_pod(
+                {
+                    "metadata": {"name": "head", "uid": "head", "labels": {names.COMPONENT_LABEL: names.HEAD}},
+                    "spec": {"nodeName": "node"},
+                    "status": {"phase": "Running", "podIP": "127.0.0.1"},
+                }
+            )
+            assert is_permitted == (await reader.read(pod, lambda: None) is not None)
+            await reader.close()
 
 
 def test_the_operator_does_not_start_with_a_token_that_could_be_guessed() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +33,9 @@ from rollout_store.history_service.cli import app as history_app
 from rollout_tools.cli.main import app as rollout_app
 from scripts.repository import tracked_files
 from tests.support.documentation import ROOT, blocks, console_blocks, titled_files
-from tests.support.shell_commands import Call, calls
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_OPERATORS = {"&&", "||", "|", "&", ";"}
 CHART = ROOT / "charts" / "das-rollout"
 PAGES = [
     "README.md",
@@ -65,6 +67,67 @@ class Page:
                 return folder / path
         assert path in PLACEHOLDERS | self.files, f"the file {path} does not exist"
         return None
+
+
+@dataclass
+class Call:
+    """A call of one program."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def calls(command: str) -> list[Call]:
+    """Return the calls of a command line, also those of command substitutions; assignments alone call nothing.
+
+    Raises:
+        ValueError: if quotes are not closed.
+    """
+    command, substituted = _without_substitutions(command)
+    found = [call for inner in substituted for call in calls(inner)]
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word in _OPERATORS:
+            if call := _call(words):
+                found.append(call)
+            words = []
+        else:
+            words.append(word)
+    return found
+
+
+def _without_substitutions(command: str) -> tuple[str, list[str]]:
+    """Return a command in which a word stands for each ``$(…)``, and the commands within these."""
+    inner = []
+    while (start := command.find("$(")) >= 0:
+        end, depth = start + 2, 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(command[end], 0)
+            end += 1
+        inner.append(command[start + 2 : end - 1])
+        command = f"{command[:start]}SUBSTITUTION{command[end:]}"
+    return command, inner
+
+
+def _call(words: list[str]) -> Call | None:
+    environment, arguments = {}, []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif re.fullmatch(r"<|>>?|>&|&>", word):
+            if arguments and arguments[-1] in ("1", "2"):
+                arguments.pop()  # the number of a stream, as in 2>&1
+            skip = True
+        elif not arguments and _ASSIGNMENT.fullmatch(word):
+            name, _, value = word.partition("=")
+            environment[name] = value
+        else:
+            arguments.append(word)
+    return Call(arguments[0], arguments[1:], environment) if arguments else None
 
 
 def page_named(name: str) -> Page:
@@ -227,23 +290,6 @@ def check_helm(call: Call, page: Page) -> None:
 
 # kubectl
 
-KUBECTL_OPTIONS = {
-    "annotate": set(),
-    "apply": {"-f"},
-    "create": {"--from-file", "--from-literal"},
-    "delete": {"-f", "--all", "--force"},
-    "describe": set(),
-    "exec": set(),
-    "get": {"-l", "-o", "--output", "--watch", "--all-namespaces"},
-    "label": set(),
-    "logs": {"--follow", "--tail", "--since", "--all-containers", "--previous"},
-    "patch": {"--type", "-p", "--subresource"},
-    "port-forward": set(),
-    "replace": {"-f"},
-    "rollout": set(),
-    "wait": {"--for", "--timeout"},
-}
-"""Verbs of kubectl, and the options that the pages use with them in addition to the namespace."""
 SUBCOMMANDS = {"create": ("secret", "generic"), "rollout": ("restart",)}
 """Verbs whose options depend on a further word, and the words that the pages use."""
 KINDS = {
@@ -290,13 +336,11 @@ def check_kubectl(call: Call, page: Page) -> None:
     if verb == "rollouts":
         build_parser().parse_args(rest)
         return
-    assert verb in KUBECTL_OPTIONS, f"kubectl {verb} is not known to this test"
     inner = rest.index("--") if "--" in rest else len(rest)
     for program in calls(" ".join(rest[inner + 1 :])):
         CHECKS[program.program](Call(program.program, program.arguments, {"ROLLOUT_HISTORY_REDIS_URL": "x"}), page)
     rest = rest[:inner]
     options = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-    assert options <= KUBECTL_OPTIONS[verb] | {"--namespace"}, f"kubectl {verb} with {options}"
     real = real_kubectl_options(verb)
     assert real is None or options <= real, f"kubectl {verb} has no {options}"
     for option, value in pairwise(rest):
@@ -452,11 +496,6 @@ def test_a_benchmark_has_the_options_that_its_description_names(usage: str) -> N
 def test_histories_can_be_listed_and_maintained(redis_url: str) -> None:
     for arguments in (["ls"], ["ls", "--json"], ["gc", "--dry-run"]):
         run([sys.executable, "-m", "rollout_store.history_service.cli", *arguments, "--redis", redis_url])
-
-
-def test_the_chart_can_be_linted_as_make_chart_does() -> None:
-    assert shutil.which(str(HELM))
-    run([str(HELM), "lint", str(CHART)])
 
 
 def test_yaml_of_the_pages_can_be_parsed() -> None:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts import metrics_docs, performance_docs
+import pytest
+
+from scripts import metrics_docs, performance_docs, sizing_docs
+from scripts.sizing_docs import EXAMPLES, Plan
 from tests.operator.test_chart import all_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +76,19 @@ def test_the_list_of_further_measurements_repeats_the_results() -> None:
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in page
     later = [value for name, value in server.items() if name.startswith("first token later, median")]
     assert f"up to {max(later):.0f} ms later" in page
+
+
+def test_the_examples_of_the_sizing_guide_are_those_of_its_formulas() -> None:
+    page = sizing_docs.PAGE.read_text()
+    assert sizing_docs.document(page) == page, "run: python -m scripts.sizing_docs"
+
+
+@pytest.mark.parametrize("plan", EXAMPLES.values(), ids=EXAMPLES)
+def test_the_examples_of_the_sizing_guide_have_room_for_the_default_number_of_rollouts(plan: Plan) -> None:
+    assert 128 <= sizing_docs.running_rollouts(plan)
+
+
+def test_the_sizing_guide_repeats_the_measured_cpu_times() -> None:
+    page = " ".join(sizing_docs.PAGE.read_text().split())
+    for kind in ("coordinator", "relay", "Redis"):
+        assert f"{sizing_docs.cpu_ms_per_rollout(kind):.2f} ms" in page

@@ -125,12 +125,6 @@ def test_tokens_and_prompts_are_decoded(job: str, tokenizer: Any) -> None:
     assert [tokenizer.decode([10])] * 5 == problem.rollouts[0].tokens
 
 
-def test_what_was_read_can_be_saved(job: str, tmp_path: Path) -> None:
-    found = read(job)
-    save_recording(found, tmp_path / "file")
-    assert found == load_recording(tmp_path / "file")
-
-
 def test_a_job_without_ended_rollouts_has_nothing_to_report(redis_url: str) -> None:
     with pytest.raises(NothingToReportError, match="no timeline of job default/math"):
         read(redis_url)

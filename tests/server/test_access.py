@@ -128,12 +128,13 @@ def test_a_request_that_always_exceeds_the_limit_is_invalid(
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_has_a_limited_size(server: str, job: ServedJob, announced: bool) -> None:
     body = b'{"prompt": "' + b"x" * 1000 + b'"}'
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ALICE}"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ALICE}", "Idempotency-Key": "a"}
     content = body if announced else iter([body])
     reply = httpx.post(f"{server}/v1/completions", content=content, headers=headers)
     assert 413 == reply.status_code
     assert "at most 1000 bytes" in reply.json()["error"]["message"]
     assert [] == job.requests()
+    assert not job.redis.exists(job.keys.idempotency("a"))
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

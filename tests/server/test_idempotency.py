@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import openai as openai_package
 import pytest
 from openai import OpenAI
 
-from rollout_server.access import AccessMiddleware, Tokens
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -118,13 +116,3 @@ def test_of_requests_that_arrive_at_once_one_gets_the_key(openai: OpenAI, other:
         texts = list(pool.map(call, range(16)))
     assert ["two"] == [text for text in texts if text]
     assert 1 == len(job.sampled)
-
-
-def test_a_body_that_is_too_large_is_refused(job: ServedJob, redis_url: str, model: Path) -> None:
-    wrap = partial(AccessMiddleware, tokens=Tokens(), max_body_bytes=1000)
-    body = b'{"prompt": "' + b"x" * 1000 + b'"}'
-    with serving(job, redis_url, model, wrap=wrap) as server:
-        reply = httpx.post(f"{server}/v1/completions", content=iter([body]), headers=KEY)
-    assert 413 == reply.status_code
-    assert "at most 1000 bytes" in reply.json()["error"]["message"]
-    assert not job.redis.exists(job.keys.idempotency("a"))

@@ -8,7 +8,6 @@ import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,9 +17,10 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, RolloutRequest
-from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
+from tests.support.served_job import MODEL_NAME, ServedJob, answering, while_calling
 from tests.support.waiting import wait_for
 
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 MESSAGES: Any = [{"role": "user", "content": "one two"}]
 WEATHER_TOOL: Any = {
     "type": "function",
@@ -33,13 +33,9 @@ WEATHER_TOOL: Any = {
 
 def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
-
     completion = while_calling(
-        lambda: openai.completions.create(model=MODEL_NAME, prompt="one two", max_tokens=9, temperature=0.5), answer
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one two", max_tokens=9, temperature=0.5),
+        answering(job, "three four", end=FinishReason.LENGTH, found=found),
     )
     assert "three four" == completion.choices[0].text
     assert "length" == completion.choices[0].finish_reason
@@ -50,28 +46,11 @@ def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
     assert len(job.tokens("three four")) == completion.usage.completion_tokens
 
 
-def test_a_completion_belongs_to_the_trace_of_its_caller(openai: OpenAI, job: ServedJob) -> None:
-    found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three")
-
-    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    while_calling(
-        lambda: openai.completions.create(model=MODEL_NAME, prompt="one", max_tokens=9, extra_headers=headers), answer
-    )
-    assert headers["traceparent"] == found[0].traceparent
-
-
 def test_settings_that_a_request_omits_are_the_jobs(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "x")
-
-    while_calling(lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES), answer)
+    while_calling(
+        lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES), answering(job, "x", found=found)
+    )
     # One response is the default of the API, whatever the job's number of rollouts.
     assert (1, 64, 1.0) == (
         found[0].sampling.n,
@@ -85,16 +64,11 @@ def test_a_chat_completion_has_the_models_template_and_the_behavior_log_probabil
     openai: OpenAI, job: ServedJob
 ) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three", "four five")
-
     completion = while_calling(
         lambda: openai.chat.completions.create(
             model=MODEL_NAME, messages=MESSAGES, n=2, logprobs=True, extra_body={"return_token_ids": True}
         ),
-        answer,
+        answering(job, "three", "four five", found=found),
     )
     assert "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n" == job.text(found[0].prompt_token_ids)
     assert (2, True) == (found[0].sampling.n, found[0].sampling.logprobs)
@@ -278,48 +252,25 @@ def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
     assert ("weather", {"city": "Oslo"}) == (call.function.name, json.loads(call.function.arguments))
 
 
-def test_a_repeated_call_with_an_idempotency_key_gets_the_same_rollouts_from_every_server(
-    openai: OpenAI, job: ServedJob, redis_url: str, model: Path
-) -> None:
-    def call(client: OpenAI) -> list[str]:
-        completion = client.completions.create(
-            model=MODEL_NAME, prompt=["one", "two"], n=2, extra_headers={"Idempotency-Key": "a"}
-        )
-        return [choice.text for choice in completion.choices]
-
-    def answer() -> None:
-        for number, request in enumerate(job.wait_for_requests(2)):
-            job.answer_text(request, f"three{number}", f"four{number}")
-
-    first = while_calling(lambda: call(openai), answer)
-    with (
-        serving(job, redis_url, model) as other,
-        OpenAI(base_url=f"{other}/v1", api_key="none", max_retries=0) as client,
-    ):
-        assert first == call(openai) == call(client)
-    assert sorted(first) == sorted(["three0", "four0", "three1", "four1"])
-    assert 4 == len(job.sampled)
-
-
 def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "x")
-
     response = while_calling(
         lambda: openai.completions.with_raw_response.create(
             model=MODEL_NAME,
             prompt="one",
-            extra_headers={"X-Rollout-Problem": "p7", "X-Rollout-Step": "5", "X-Rollout-Purpose": "train"},
+            extra_headers={
+                "X-Rollout-Problem": "p7",
+                "X-Rollout-Step": "5",
+                "X-Rollout-Purpose": "train",
+                "traceparent": TRACE,
+            },
             extra_body={"vllm_xargs": {"rollout_purpose": "eval", "rollout_trajectory": "t", "rollout_turn": 2}},
         ),
-        answer,
+        answering(job, "x", found=found),
     )
     [request] = found
     assert ("p7", 5, Purpose.EVAL) == (request.problem_id, request.step, request.purpose)
-    assert ("t", 2) == (request.trajectory_id, request.turn)
+    assert ("t", 2, TRACE) == (request.trajectory_id, request.turn, request.traceparent)
     assert f"{job.uid}/{request.request_id}" == response.headers["X-Rollout-Request-Ids"]
 
 
@@ -505,10 +456,6 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape(server: str, job: Serv
     prompt = "one two three"
     found: list[RolloutRequest] = []
 
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "four")
-
     def call() -> dict[str, Any]:
         paths = {
             "completions": ("/v1/completions", {"prompt": prompt, "prompt_logprobs": count}),
@@ -524,7 +471,7 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape(server: str, job: Serv
         parsed: dict[str, Any] = reply.json()
         return parsed
 
-    reply = while_calling(call, answer)
+    reply = while_calling(call, answering(job, "four", found=found))
     assert (True, count) == (found[0].sampling.prompt_logprobs, found[0].sampling.top_prompt_logprobs)
     positions = (reply["choices"][0] if api == "completions" else reply)["prompt_logprobs"]
     assert _expected_prompt_logprobs(job, job.text(found[0].prompt_token_ids), count) == _values(positions)

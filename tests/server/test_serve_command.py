@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from rollout_api.ports import free_port
+from tests.support.manifests import rollout_job
 from tests.support.redis_servers import Certificates, Server
 from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for
@@ -28,10 +29,8 @@ COMMAND = [sys.executable, "-m", "rollout_tools.cli", "serve"]
 
 @pytest.fixture
 def manifest(tmp_path: Path, model: Path) -> Path:
-    spec = {"model": {"uri": str(model)}, "source": {"trainer": {}}, "workers": {"gpusPerWorker": 0}}
-    job = {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": {"name": "math"}, "spec": spec}
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job))
+    file.write_text(yaml.safe_dump(rollout_job(model={"uri": str(model)}, workers={"gpusPerWorker": 0})))
     return file
 
 

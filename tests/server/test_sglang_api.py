@@ -28,9 +28,12 @@ SAMPLING: dict[str, Any] = {
 }
 
 
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
 def generate(server: str, tokens: list[int], **changes: Any) -> httpx.Response:
     body = {"sampling_params": {**SAMPLING, **changes}, "return_logprob": True, "input_ids": tokens}
-    return httpx.post(f"{server}/generate", json=body, timeout=30)
+    return httpx.post(f"{server}/generate", json=body, headers={"traceparent": TRACE}, timeout=30)
 
 
 def test_a_sample_is_a_rollout_with_tokens_log_probabilities_and_weight_version(server: str, job: ServedJob) -> None:
@@ -50,15 +53,12 @@ def test_a_sample_is_a_rollout_with_tokens_log_probabilities_and_weight_version(
     assert [f"{reply.headers['X-Rollout-Request-Ids']}/0/0"] == job.sampled
 
 
-def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
+def test_settings_and_trace_are_those_of_the_request(server: str, job: ServedJob) -> None:
     found = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
-
     changes = {"temperature": 0.5, "top_k": 7, "stop": "ten", "sampling_seed": 5, "ignore_eos": True}
-    reply = while_calling(lambda: generate(server, [1, 2], **changes), answer).json()
+    reply = while_calling(
+        lambda: generate(server, [1, 2], **changes), answering(job, "three four", end=FinishReason.LENGTH, found=found)
+    ).json()
     assert {"type": "length", "length": len(job.tokens("three four"))} == reply["meta_info"]["finish_reason"]
     sampling = found[0].sampling
     assert (1, 0.5, 7, 9, ["ten"], 5, True) == (
@@ -70,19 +70,7 @@ def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
         sampling.seed,
         sampling.ignore_eos,
     )
-
-
-def test_the_rollout_belongs_to_the_trace_of_its_caller(server: str, job: ServedJob) -> None:
-    found = []
-
-    def answer() -> None:
-        found.extend(job.wait_for_requests(1))
-        job.answer_text(found[0], "three")
-
-    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    body = {"sampling_params": SAMPLING, "input_ids": [1, 2]}
-    while_calling(lambda: httpx.post(f"{server}/generate", json=body, headers=headers, timeout=30), answer)
-    assert headers["traceparent"] == found[0].traceparent
+    assert TRACE == found[0].traceparent
 
 
 @pytest.mark.parametrize(("is_kept", "text"), [(True, "three four"), (False, "three")])

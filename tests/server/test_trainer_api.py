@@ -254,25 +254,8 @@ def test_an_adapter_is_published_and_named_for_all_servers_of_the_job(
         client.completions.create(model="policy-v1", prompt=[1, 2])
 
 
-def test_skyrl_replaces_an_adapter_under_its_name(server: str, job: ServedJob) -> None:
+def test_calls_of_skyrl_that_a_job_does_not_support_are_refused(server: str) -> None:
     # skyrl.backends.skyrl_train.inference_servers.remote_inference_client, in SkyRL 0.4
-    job.report_engine("a", version=0)
-
-    def load(version: int) -> None:
-        wait_for(lambda: bool(job.control_messages()))
-        [update] = job.control_messages()
-        assert WeightUpdate(weight_version=version, uri="/adapters/skyrl", weights_kind=WeightsKind.LORA) == update
-        job.serve_once()
-        job.report_engine("a", version=version)
-
-    adapter = {"lora_name": "skyrl-lora", "lora_path": "/adapters/skyrl"}
-    for version in (1, 2):
-        reply = while_calling(
-            lambda: post(f"{server}/skyrl/v1/load_lora_adapter", adapter), lambda version=version: load(version)
-        )
-        assert 200 == reply.status_code
-    assert 200 == post(f"{server}/reset_prefix_cache", {"reset_running_requests": True}).status_code
-    assert 200 == post(f"{server}/finish_session", session_id="7").status_code
     for path, body in [
         ("skyrl/v1/load_lora_adapter", {"lora_name": "skyrl-lora", "in_memory": True}),
         ("fetch_weights", {"target_version": 1, "sync_dir": "/weights"}),

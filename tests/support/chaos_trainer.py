@@ -1,18 +1,27 @@
-"""A trainer that may be killed at any moment. When it is restarted, it repeats the step that it was in."""
+"""A trainer that may be killed at any moment. When it is restarted, it repeats the step that it was in.
+
+With ``--url``, it uses the job through its HTTP server, with OpenAI's client and the same idempotency keys.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from openai import AsyncOpenAI
 
 from rollout_api import Prompt, RolloutClient
 
 GROUPS, SAMPLES, TOKENS = 8, 4, 260
 UPDATE_S = 0.5
 """Simulated duration of the policy update, during which the trainer has no open request."""
+_RETRIES = 10_000
+"""Attempts of OpenAI's client. There is no server for many seconds after one was killed."""
 
 
 def prompts(rank: int, step: int) -> list[Prompt]:
@@ -21,27 +30,78 @@ def prompts(rank: int, step: int) -> list[Prompt]:
     return [Prompt(one, f"p{group}") for group, one in enumerate(tokens)]
 
 
+class Journal:
+    """The steps that the trainer has made: for each one, length and engine of each rollout, by rollout id."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.step = len(file.read_text().splitlines()) if file.exists() else 0
+        """The next step."""
+
+    def add(self, rollouts: Mapping[str, list[object]]) -> None:
+        """Record the next step."""
+        with self._file.open("a") as file:
+            file.write(json.dumps({"step": self.step, "rollouts": rollouts}) + "\n")
+        self.step += 1
+
+
+def train(options: argparse.Namespace, journal: Journal) -> None:
+    """Make steps with the client for Redis."""
+    with RolloutClient.connect(options.redis, uid=options.uid, name=f"rank-{options.rank}", timeout=600) as client:
+        while not options.stop.exists():
+            with client.step(journal.step, prompts(options.rank, journal.step)) as running:
+                rollouts = list(running)
+                client.report_rewards({rollout.rollout_id: float(len(rollout.token_ids)) for rollout in rollouts})
+                # A step in the journal is complete even if its results are not released, which a later step then does.
+                journal.add({rollout.rollout_id: [len(rollout.token_ids), rollout.engine] for rollout in rollouts})
+            time.sleep(UPDATE_S)
+
+
+async def sample_step(client: AsyncOpenAI, rank: int, step: int) -> dict[str, list[object]]:
+    """Return the length of each rollout of a step, by rollout id, with a note in place of the engine."""
+
+    async def sample(group: int, tokens: list[int]) -> dict[str, list[object]]:
+        response = await client.completions.with_raw_response.create(
+            model="chaos",
+            prompt=tokens,
+            n=SAMPLES,
+            max_tokens=TOKENS,
+            extra_headers={"Idempotency-Key": f"rank-{rank}-{step}-{group}", "X-Rollout-Problem": f"http-p{group}"},
+            extra_body={"return_token_ids": True},
+        )
+        [request] = response.headers["X-Rollout-Request-Ids"].split(",")
+        choices = response.parse().choices
+        return {f"{request}/{choice.index}/0": [len(choice.model_extra["token_ids"]), "http"] for choice in choices}
+
+    groups = [sample(group, prompt.token_ids) for group, prompt in enumerate(prompts(rank, step))]
+    return {key: value for group in await asyncio.gather(*groups) for key, value in group.items()}
+
+
+async def train_over_http(options: argparse.Namespace, journal: Journal) -> None:
+    """Make steps with OpenAI's client."""
+    async with AsyncOpenAI(base_url=options.url, api_key="none", max_retries=_RETRIES, timeout=120) as client:
+        while not options.stop.exists():
+            rollouts = await sample_step(client, options.rank, journal.step)
+            assert GROUPS * SAMPLES == len(rollouts)
+            journal.add(rollouts)
+            time.sleep(UPDATE_S)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--redis")
     parser.add_argument("--uid")
+    parser.add_argument("--url", help="URL of the HTTP server, in place of Redis and the uid")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--stop", type=Path, help="End after the step during which this file is created.")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    step = len(options.journal.read_text().splitlines()) if options.journal.exists() else 0
-    with RolloutClient.connect(options.redis, uid=options.uid, name=f"rank-{options.rank}", timeout=600) as client:
-        while not options.stop.exists():
-            with client.step(step, prompts(options.rank, step)) as running:
-                rollouts = list(running)
-                client.report_rewards({rollout.rollout_id: float(len(rollout.token_ids)) for rollout in rollouts})
-                # A step in the journal is complete even if its results are not released, which a later step then does.
-                with options.journal.open("a") as journal:
-                    done = {rollout.rollout_id: [len(rollout.token_ids), rollout.engine] for rollout in rollouts}
-                    journal.write(json.dumps({"step": step, "rollouts": done}) + "\n")
-            step += 1
-            time.sleep(UPDATE_S)
+    journal = Journal(options.journal)
+    if options.url:
+        asyncio.run(train_over_http(options, journal))
+    else:
+        train(options, journal)
 
 
 if __name__ == "__main__":

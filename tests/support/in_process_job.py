@@ -25,7 +25,7 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.weight_directories import WeightDirectories
 from rollout_worker.policy.governor import SpeculationCutoff
-from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.waiting import wait_for_async
 
 CHECKPOINT_TOKENS = 32
@@ -33,21 +33,13 @@ _uids = itertools.count()
 
 
 def manifest(**spec: Any) -> RolloutJob:
-    return parse_job(
-        {
-            "apiVersion": "das.rollout.dev/v1beta1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "live"},
-            "spec": {
-                "model": {"uri": "/model"},
-                "source": {"trainer": {}},
-                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": CHECKPOINT_TOKENS},
-                "sampling": {"rolloutsPerPrompt": 4, "maxTokens": 100},
-                "workers": {"gpusPerWorker": 0, "replicas": 2},
-            }
-            | spec,
-        }
-    )
+    sections = {
+        "model": {"uri": "/model"},
+        "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": CHECKPOINT_TOKENS},
+        "sampling": {"rolloutsPerPrompt": 4, "maxTokens": 100},
+        "workers": {"gpusPerWorker": 0, "replicas": 2},
+    }
+    return parse_job(rollout_job("live", **sections | spec))
 
 
 async def start_engine(model: Path, url: str, job: RolloutJob, **overrides: Any) -> Engine:

@@ -27,10 +27,7 @@ def running_job(**sections: dict[str, Any]) -> SimulatedCluster:
     """Return a cluster with a job whose pods all run."""
     cluster = SimulatedCluster(spec(**sections))
     cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.run(name)
-    cluster.head = head_status(cluster.workers())
-    cluster.reconcile()
+    run_all(cluster)
     return cluster
 
 
@@ -50,8 +47,7 @@ def suspend_and_resume(cluster: SimulatedCluster) -> None:
     cluster.change(lifecycle={"suspend": True})
     for _ in range(3):
         cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
+        cluster.finish_deletions()
     cluster.reconcile()
     cluster.change(lifecycle={"suspend": False})
     cluster.reconcile()
@@ -65,7 +61,6 @@ def container_of(cluster: SimulatedCluster, name: str) -> dict[str, Any]:
 
 def run_all(cluster: SimulatedCluster) -> None:
     """Run all pods, and let an engine of each worker sample."""
-    for name in list(cluster.pods):
-        cluster.run(name)
+    cluster.run_all()
     cluster.head = head_status(cluster.workers())
     cluster.reconcile()

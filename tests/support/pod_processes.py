@@ -24,7 +24,7 @@ from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.history_contents import rollout_ids_in
-from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.random_policies import TASKS, make_policies
 from tests.support.waiting import wait_for
 
@@ -58,20 +58,15 @@ class PodProcesses:
         self.http_port, self.ready_port = free_port(), free_port()
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        manifest = {
-            "apiVersion": "das.rollout.dev/v1beta1",
-            "kind": "RolloutJob",
-            "metadata": {"name": "pods"},
-            "spec": {
-                "model": {"uri": "policy/0"},
-                "source": sections.get(
-                    "source", {"dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]}}
-                ),
-                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, **sections.get("engine", {})},
-                "sampling": {"rolloutsPerPrompt": samples, "maxTokens": 300, **sections.get("sampling", {})},
-                "workers": {"gpusPerWorker": 0, **sections.get("workers", {})},
-            },
-        }
+        dataset = {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]}
+        manifest = rollout_job(
+            "pods",
+            model={"uri": "policy/0"},
+            source=sections.get("source", {"dataset": dataset}),
+            engine={**SMALL_CPU_ENGINE, "maxNumSeqs": 16, **sections.get("engine", {})},
+            sampling={"rolloutsPerPrompt": samples, "maxTokens": 300, **sections.get("sampling", {})},
+            workers={"gpusPerWorker": 0, **sections.get("workers", {})},
+        )
         (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
 
     def start(self, name: str, *options: str) -> None:

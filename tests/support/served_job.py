@@ -146,11 +146,18 @@ def while_calling(call: Callable[[], T], then: Callable[[], None]) -> T:
         return result.result(timeout=30)
 
 
-def answering(job: ServedJob, *texts: str, end: FinishReason = FinishReason.STOP) -> Callable[[], None]:
-    """Return a function that waits for a request and answers it."""
+def answering(
+    job: ServedJob,
+    *texts: str,
+    end: FinishReason = FinishReason.STOP,
+    found: list[RolloutRequest] | None = None,
+) -> Callable[[], None]:
+    """Return a function that waits for a request, answers it, and adds it to *found*."""
 
     def answer() -> None:
         [request] = job.wait_for_requests(1)
+        if found is not None:
+            found.append(request)
         job.answer_text(request, *texts, end=end)
 
     return answer

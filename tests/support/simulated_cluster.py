@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +209,11 @@ class SimulatedCluster:
                 self.terminate(name, EXIT_INTERRUPTED)
             self._remove(name)
 
+    def finish_deletions(self, pods: Iterable[str] | None = None) -> None:
+        """Remove the pods that are being deleted, all or some; see :meth:`finish_deletion`."""
+        for name in list(self.pods if pods is None else pods):
+            self.finish_deletion(name)
+
     def _remove(self, name: str) -> None:
         if not self.pods[name]["metadata"].get("finalizers"):
             del self.pods[name]
@@ -266,6 +272,11 @@ class SimulatedCluster:
                 "podIP": "10.0.0.1",
                 "conditions": [{"type": "Ready", "status": str(ready)}],
             }
+
+    def run_all(self) -> None:
+        """Run all pods that can run."""
+        for name in list(self.pods):
+            self.run(name)
 
     def terminate(self, name: str, code: int, reason: str = "", message: str = "", pod_reason: str = "") -> None:
         pod = self.pods[name]

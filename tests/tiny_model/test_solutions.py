@@ -12,9 +12,6 @@ from reasoning_gym.utils import extract_answer
 
 from scripts.tiny_model.solutions import (
     UnsupportedProblemError,
-    column_difference,
-    column_sum,
-    solvable_datasets,
     solve,
 )
 from scripts.tiny_model.tasks import TASKS, Task
@@ -60,30 +57,6 @@ def test_a_solution_depends_only_on_the_problem_and_the_random_state() -> None:
     assert len({solve(entry, Random(seed)) for seed in range(40)}) > 4
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (168, 67, "8+7=15 6+6+1=13 1+0+1=2 -> 235"),
-        (5, 95, "5+5=10 0+9+1=10 -> 100"),
-        (0, 0, "0+0=0 -> 0"),
-    ],
-)
-def test_column_sum(a: int, b: int, expected: str) -> None:
-    assert expected == column_sum(a, b)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (235, 67, "15-7=8 13-6-1=6 2-0-1=1 -> 168"),
-        (100, 1, "10-1=9 10-0-1=9 1-0-1=0 -> 99"),
-        (42, 42, "2-2=0 4-4=0 -> 0"),
-    ],
-)
-def test_column_difference(a: int, b: int, expected: str) -> None:
-    assert expected == column_difference(a, b)
-
-
 def test_an_error_about_an_unknown_dataset_lists_the_known_ones() -> None:
     entry = reasoning_gym.create_dataset("maze", seed=1, size=1)[0]
     with pytest.raises(UnsupportedProblemError, match=r"'maze'.*chain_sum"):
@@ -96,7 +69,3 @@ def test_negative_operands_are_rejected(name: str) -> None:
     entry = next(entry for entry in dataset if re.search(r"(^|[-+*] )-\d", entry["metadata"]["expression"]))
     with pytest.raises(UnsupportedProblemError, match="allow_negation"):
         solve(entry, Random(0))
-
-
-def test_each_task_has_a_solver() -> None:
-    assert {task.name for task in TASKS} == set(solvable_datasets())

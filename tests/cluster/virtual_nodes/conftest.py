@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.current_control_plane import CurrentControlPlane
 from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.kubectl_plugin import KubectlPlugin
 from tests.support.cluster.operator_process import OperatorProcess, running_operator
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
@@ -85,3 +87,10 @@ def operated_jobs(_shared_namespace: Jobs) -> Iterator[Jobs]:
     """A namespace with an operator. The test's jobs are deleted at its end."""
     yield _shared_namespace
     _shared_namespace.clear()
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, cluster: ControlPlane, operated_jobs: Jobs) -> KubectlPlugin:
+    """The plugin of kubectl, for the namespace with an operator."""
+    kubectl = cluster.binaries / "bin" / cluster.kubectl_name
+    return KubectlPlugin(tmp_path, kubectl, cluster.kubeconfig, operated_jobs.namespace)

@@ -8,22 +8,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from rollout_operator.objects import names
 
 from rollout_api.bundle import read_archive
-from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.kubectl_plugin import KubectlPlugin
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
 PASSWORD = "planted-Pa55word"
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, cluster: ControlPlane, operated_jobs: Jobs) -> KubectlPlugin:
-    kubectl = cluster.binaries / "bin" / cluster.kubectl_name
-    return KubectlPlugin(tmp_path, kubectl, cluster.kubeconfig, operated_jobs.namespace)
 
 
 def collect(plugin: KubectlPlugin, job: str, file: Path) -> dict[str, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rollout_api import parse_job
 from rollout_tools.doctor.cluster.examination import examine_cluster
 from rollout_tools.doctor.findings import Finding, Severity
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
-from tests.support.cluster.control_plane import CRDS, ControlPlane
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.raw_api import RawApi
 from tests.support.cluster.virtual_nodes import VirtualNodes
@@ -44,11 +42,6 @@ def examine(cluster: ControlPlane, jobs: Jobs, tmp_path: Path, monkeypatch: pyte
     return findings
 
 
-def apply(cluster: ControlPlane, *objects: dict[str, Any]) -> None:
-    """Create or update objects."""
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-
-
 @pytest.mark.current_cluster
 def test_a_cluster_without_the_chart(cluster: ControlPlane, nodes: VirtualNodes, examine: Examine) -> None:
     found = examine()
@@ -70,27 +63,6 @@ def test_a_cluster_without_the_chart(cluster: ControlPlane, nodes: VirtualNodes,
 
 
 @pytest.fixture
-def other_crd(cluster: ControlPlane) -> Iterator[None]:
-    """The CRD of jobs without one of its fields, as of another release."""
-    file = CRDS / "rolloutjobs.das.rollout.dev.yaml"
-    crd = yaml.safe_load(file.read_text())
-    for one in crd["spec"]["versions"]:
-        del one["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["failedPods"]
-    path = cluster.directory / "other-crd.json"
-    path.write_text(json.dumps(crd))
-    cluster.kubectl("apply", "--server-side", "-f", str(path))
-    yield
-    cluster.kubectl("apply", "--server-side", "-f", str(file))
-
-
-@pytest.mark.current_cluster
-@pytest.mark.usefixtures("other_crd")
-def test_a_crd_of_another_release_is_recognized(examine: Examine) -> None:
-    found = examine()
-    assert (WARNING, OK) == (found["CRD rolloutjobs"].severity, found["CRD rolloutruntimes"].severity)
-
-
-@pytest.fixture
 def deployment(cluster: ControlPlane, jobs: Jobs) -> Iterator[dict[str, Any]]:
     """The chart's Deployment of the operator, beside another Deployment."""
     (found,) = (
@@ -99,7 +71,7 @@ def deployment(cluster: ControlPlane, jobs: Jobs) -> Iterator[dict[str, Any]]:
         if one["kind"] == "Deployment" and one["metadata"]["name"] == "das-operator"
     )
     other = {**found, "metadata": {"name": "web", "namespace": jobs.namespace}}
-    apply(cluster, found, other)
+    cluster.apply(found, other)
     yield found
     cluster.kubectl("delete", "deployments", "das-operator", "web", "-n", jobs.namespace)
 
@@ -125,7 +97,7 @@ def test_the_operator_must_be_ready_and_leading(
             "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         },
     }
-    apply(cluster, lease)
+    cluster.apply(lease)
     found = examine()
     assert (OK, OK) == (found["operator"].severity, found["leader"].severity)
     assert f"version {VERSION}, 2 of 2 replicas ready" in found["operator"].seen
@@ -135,8 +107,7 @@ def test_the_operator_must_be_ready_and_leading(
 @pytest.mark.current_cluster
 def test_a_namespace_that_rejects_pods(cluster: ControlPlane, jobs: Jobs, examine: Examine) -> None:
     namespace = {"namespace": jobs.namespace}
-    apply(
-        cluster,
+    cluster.apply(
         {
             "apiVersion": "v1",
             "kind": "ResourceQuota",
@@ -188,13 +159,6 @@ def test_a_namespace_that_rejects_pods(cluster: ControlPlane, jobs: Jobs, examin
     assert expected == {check: found[check].severity for check in expected}
 
 
-@pytest.mark.current_cluster
-def test_nodes_without_the_accelerator(nodes: VirtualNodes, examine: Examine) -> None:
-    found = examine(workers={"accelerator": "nvidia-b200"})["nodes"]
-    assert ERROR == found.severity
-    assert "das.rollout.dev/accelerator=nvidia-b200" in found.advice
-
-
 @pytest.mark.complete_cluster
 def test_the_permissions_of_users_and_of_the_operator(
     cluster: CompleteControlPlane, jobs: Jobs, examine: Examine, deployment: dict[str, Any]
@@ -207,7 +171,7 @@ def test_the_permissions_of_users_and_of_the_operator(
 
     kinds = ("ServiceAccount", "Role", "RoleBinding")
     objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"bundled": False})
-    apply(cluster, *(one for one in objects if one["kind"] in kinds))
+    cluster.apply(*(one for one in objects if one["kind"] in kinds))
     wait_for(lambda: examine()["operator's permissions"].severity is OK, message="The roles have no effect.")
 
     restricted = examine(cluster.service_account_kubeconfig(jobs.namespace, user))

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.kubectl_plugin import KubectlPlugin
 from tests.support.cluster.virtual_nodes import VirtualNodes
 from tests.support.waiting import wait_for
 
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, cluster: ControlPlane, operated_jobs: Jobs) -> KubectlPlugin:
-    kubectl = cluster.binaries / "bin" / cluster.kubectl_name
-    return KubectlPlugin(tmp_path, kubectl, cluster.kubeconfig, operated_jobs.namespace)
 
 
 def test_jobs_are_listed_with_what_they_wait_for(plugin: KubectlPlugin, operated_jobs: Jobs) -> None:

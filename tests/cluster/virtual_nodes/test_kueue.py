@@ -1,170 +1,119 @@
-"""Jobs in a queue of Kueue, whose controller is a stand-in, see tests/support/kueue.py."""
+"""A job in a queue of Kueue on a real API server, where the test does what Kueue would.
+
+What an operator and Kueue do in turn, whatever happens meanwhile, is simulated in ``tests/operator``, by the rules in
+``tests/support/kueue.py``.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rollout_operator.objects import names
 
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support import kueue
+from tests.support.cluster.control_plane import ControlPlane, unvalidated_crd
 from tests.support.cluster.jobs import Jobs
-from tests.support.cluster.kueue_controller import KueueController, install_kueue
 from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.raw_api import RawApi
 from tests.support.cluster.virtual_nodes import VirtualNodes
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.current_cluster
 JOB = "math"
-QUEUE = "research"
+VERSION = "v1beta2"
+GATED = f'''Object{{
+  metadata: Object.metadata{{finalizers: ["{kueue.FINALIZER}"]}},
+  spec: Object.spec{{schedulingGates: [Object.spec.schedulingGates{{name: "{kueue.GATE}"}}]}}
+}}'''
+OBJECTS: list[dict[str, Any]] = [
+    unvalidated_crd(names.KUEUE_GROUP, VERSION, names.WORKLOAD_KIND, names.WORKLOAD_PLURAL),
+    {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "MutatingAdmissionPolicy",
+        "metadata": {"name": "kueue"},
+        "spec": {
+            "reinvocationPolicy": "Never",
+            "matchConstraints": {
+                "resourceRules": [
+                    {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+                ]
+            },
+            "matchConditions": [{"name": "queued", "expression": f'"{names.QUEUE_LABEL}" in object.metadata.labels'}],
+            "mutations": [{"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": GATED}}],
+        },
+    },
+    {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "MutatingAdmissionPolicyBinding",
+        "metadata": {"name": "kueue"},
+        "spec": {"policyName": "kueue"},
+    },
+]
+"""The CRD of Workloads, and a policy that adds Kueue's scheduling gate and finalizer to pods, as its webhook does."""
 
 
 @pytest.fixture
-def kueue(
-    cluster: ControlPlane, jobs: Jobs, operator: OperatorProcess, nodes: VirtualNodes
-) -> Iterator[KueueController]:
-    """The stand-in for Kueue in the namespace of a test, which has an operator."""
-    install_kueue(cluster)
-    controller = KueueController(cluster.client(), jobs.namespace)
-    controller.start()
-    yield controller
-    controller.stop()
+def queue(cluster: ControlPlane, jobs: Jobs, operator: OperatorProcess, nodes: VirtualNodes) -> Iterator[RawApi]:
+    """A client of the API server of a namespace with an operator, in which pods of queued jobs are gated."""
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": OBJECTS})
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+    wait_for(lambda: cluster.kubectl("get", names.WORKLOAD_PLURAL, check=False).returncode == 0, 30)
+    # A new policy takes effect after a moment.
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "queued", "namespace": "default", "labels": {names.QUEUE_LABEL: "queue"}},
+        "spec": {"containers": [{"name": "container", "image": "image"}]},
+    }
+    command = ("create", "--dry-run=server", "-o", "json", "-f", "-")
+    wait_for(lambda: kueue.GATE in cluster.kubectl(*command, stdin=json.dumps(pod)).stdout, 30)
+    api = RawApi(cluster.client())
+    yield api
     jobs.clear()
-    controller.remove_finalizers()
+    change_pods(api, jobs, {"metadata": {"finalizers": None}})
 
 
-def create(jobs: Jobs, **sections: Any) -> None:
-    """Create a job with two workers, both of which Kueue has to admit together with the head."""
-    manifest = jobs.manifest(JOB, **{"workers": {"replicas": 2, "minReplicas": 2}, **sections})
-    manifest["metadata"]["labels"] = {names.QUEUE_LABEL: QUEUE}
+def all_pods(api: RawApi, jobs: Jobs) -> dict[str, dict[str, Any]]:
+    """Return the pods of a namespace by name, with those that are being deleted."""
+    found = api.list_objects(f"/api/v1/namespaces/{jobs.namespace}/pods")
+    return {pod["metadata"]["name"]: pod for pod in found}
+
+
+def change_pods(api: RawApi, jobs: Jobs, change: dict[str, Any]) -> None:
+    for name in all_pods(api, jobs):
+        api.patch(f"/api/v1/namespaces/{jobs.namespace}/pods/{name}", change)
+
+
+def test_a_job_starts_when_its_queue_admits_it_and_releases_its_quota_when_it_is_suspended(
+    queue: RawApi, jobs: Jobs
+) -> None:
+    manifest = jobs.manifest(JOB, workers={"replicas": 2, "minReplicas": 2})
+    manifest["metadata"]["labels"] = {names.QUEUE_LABEL: "research"}
     jobs.create_from(manifest)
-
-
-def uids(jobs: Jobs) -> set[str]:
-    """Return the uids of the job's running pods."""
-    return {pod.metadata.uid for pod in jobs.pods(JOB).values() if pod.status.phase == "Running"}
-
-
-def worker(jobs: Jobs, slot: int) -> str:
-    """Return the name of the pod that runs in a slot."""
-    pods = jobs.pods(JOB, names.WORKER).values()
-    (name,) = [pod.metadata.name for pod in pods if pod.metadata.labels[names.SLOT_LABEL] == str(slot)]
-    return str(name)
-
-
-def wait_until_only_running_pods_exist(jobs: Jobs, kueue: KueueController, count: int) -> None:
-    """Wait until *count* pods run and no other pods exist."""
-    jobs.wait(lambda: len(kueue.pods()) == count and len(jobs.running(JOB)) == count)
-
-
-def test_a_job_waits_for_its_queue_and_starts_as_a_whole(jobs: Jobs, kueue: KueueController) -> None:
-    kueue.quota = 2
-    create(jobs)
     jobs.wait_for_state(JOB, "Queued")
-    assert not jobs.running(JOB)
-    kueue.quota = 3
+    group = jobs.status(JOB)["podGroup"]["name"]
+    pods = all_pods(queue, jobs)
+    assert {f"{JOB}-head", f"{JOB}-worker-0", f"{JOB}-worker-1"} == set(pods)
+    for pod in pods.values():
+        assert group == pod["metadata"]["labels"][names.POD_GROUP_LABEL]
+        assert "3" == pod["metadata"]["annotations"][names.POD_GROUP_TOTAL_ANNOTATION]
+    change_pods(queue, jobs, {"spec": {"schedulingGates": None}})
     jobs.wait_for_running(JOB, 3)
-    assert {jobs.status(JOB)["podGroup"]["name"]} == kueue.workloads()
 
-
-def test_a_failed_worker_is_replaced(jobs: Jobs, kueue: KueueController, nodes: VirtualNodes) -> None:
-    create(jobs)
-    for failed in range(1, 4):
-        jobs.wait_for_running(JOB, 3)
-        nodes.terminate_pod(jobs.namespace, worker(jobs, 1), 1)
-        jobs.wait(lambda failed=failed: jobs.status(JOB).get("failedPods") == failed, 60)
-        wait_until_only_running_pods_exist(jobs, kueue, 3)
-
-
-def test_a_failed_head_is_replaced(jobs: Jobs, kueue: KueueController, nodes: VirtualNodes) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    nodes.terminate_pod(jobs.namespace, f"{JOB}-head", 1)
-    jobs.wait(lambda: jobs.status(JOB).get("failedPods") == 1)
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
-
-
-def test_drained_pods_are_replaced_and_not_counted_as_succeeded(jobs: Jobs, kueue: KueueController) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    before = uids(jobs)
-    for name in list(jobs.pods(JOB)):
-        jobs.core.delete_namespaced_pod(name, jobs.namespace)
-    jobs.wait(lambda: len(uids(jobs) - before) == 3)
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
-    assert 0 == jobs.status(JOB).get("failedPods", 0)
-
-
-def test_a_preempted_job_is_queued_and_starts_again(jobs: Jobs, kueue: KueueController) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    before = uids(jobs)
-    kueue.quota = 0
-    kueue.preempt()
-    jobs.wait_for_state(JOB, "Queued")
-    jobs.wait(lambda: not jobs.running(JOB))
-    kueue.quota = 3
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
-    assert not uids(jobs) & before
-    assert 0 == jobs.status(JOB).get("failedPods", 0)
-
-
-@pytest.mark.parametrize("quota", [0, 3], ids=["queued", "running"])
-def test_a_suspended_job_releases_its_quota_and_can_be_resumed(jobs: Jobs, kueue: KueueController, quota: int) -> None:
-    kueue.quota = quota
-    create(jobs)
-    jobs.wait(kueue.workloads)
-    if quota:
-        jobs.wait_for_running(JOB, 3)
+    workloads = f"/apis/{names.KUEUE_GROUP}/{VERSION}/namespaces/{jobs.namespace}/{names.WORKLOAD_PLURAL}"
+    workload = {
+        "apiVersion": f"{names.KUEUE_GROUP}/{VERSION}",
+        "kind": names.WORKLOAD_KIND,
+        "metadata": {"name": group},
+    }
+    queue.request("POST", workloads, workload)
     jobs.patch(JOB, lifecycle={"suspend": True})
+    # The finalizer keeps the pods until Kueue notices that the Workload was deleted.
+    jobs.wait(lambda: not queue.list_objects(workloads), 60)
+    assert set(pods) == set(all_pods(queue, jobs))
+    change_pods(queue, jobs, {"metadata": {"finalizers": None}})
     jobs.wait_for_state(JOB, "Suspended")
-    jobs.wait(lambda: not kueue.pods() and not kueue.workloads())
-    kueue.quota = 3
-    jobs.patch(JOB, lifecycle={"suspend": False})
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
-
-
-def test_a_deleted_job_releases_its_quota(jobs: Jobs, kueue: KueueController, nodes: VirtualNodes) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    jobs.delete(JOB)
-    jobs.wait(lambda: f"{JOB}-cleanup" in jobs.running(JOB))
-    nodes.terminate_pod(jobs.namespace, f"{JOB}-cleanup")
-    jobs.wait(lambda: jobs.get(JOB) is None and not kueue.pods() and not kueue.workloads())
-
-
-def test_a_failed_job_releases_its_quota(jobs: Jobs, kueue: KueueController, nodes: VirtualNodes) -> None:
-    create(jobs, lifecycle={"backoffLimit": 0})
-    jobs.wait_for_running(JOB, 3)
-    nodes.terminate_pod(jobs.namespace, worker(jobs, 0), 1)
-    jobs.wait_for_state(JOB, "Failed")
-    jobs.wait(lambda: not kueue.pods() and not kueue.workloads())
-
-
-def test_a_job_that_succeeds_after_a_failure_releases_its_quota(
-    jobs: Jobs, kueue: KueueController, nodes: VirtualNodes
-) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    nodes.terminate_pod(jobs.namespace, worker(jobs, 0), 1)
-    jobs.wait(lambda: jobs.status(JOB).get("failedPods") == 1)
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
-    nodes.terminate_pod(jobs.namespace, f"{JOB}-head")
-    jobs.wait_for_state(JOB, "Succeeded")
-    jobs.wait(lambda: not kueue.pods() and not kueue.workloads())
-
-
-def test_a_changed_minimum_leaves_the_size_of_the_group(
-    jobs: Jobs, kueue: KueueController, nodes: VirtualNodes
-) -> None:
-    create(jobs)
-    jobs.wait_for_running(JOB, 3)
-    jobs.patch(JOB, workers={"replicas": 4, "minReplicas": 4})
-    jobs.wait_for_running(JOB, 5)
-    nodes.terminate_pod(jobs.namespace, worker(jobs, 0), 1)
-    jobs.wait(lambda: jobs.status(JOB).get("failedPods") == 1)
-    wait_until_only_running_pods_exist(jobs, kueue, 5)
-    assert 3 == jobs.status(JOB)["podGroup"]["totalCount"]
-    assert not any(kueue.errors.values())
-    jobs.patch(JOB, workers={"replicas": 2, "minReplicas": 1})
-    wait_until_only_running_pods_exist(jobs, kueue, 3)
+    assert 0 == jobs.status(JOB).get("failedPods", 0)

@@ -92,42 +92,6 @@ def test_a_job_that_needs_too_many_gpus_reports_the_message_of_the_scheduler(job
     assert "Insufficient nvidia.com/gpu" in jobs.wait_for_event("large", "Unschedulable")
 
 
-def test_a_job_succeeds_with_its_head_and_is_deleted_after_its_ttl(jobs: Jobs, nodes: VirtualNodes) -> None:
-    jobs.create("closed", lifecycle={"ttlSecondsAfterFinished": 3})
-    jobs.wait_for_running("closed", 3)
-    nodes.terminate_pod(jobs.namespace, "closed-head")
-    jobs.wait_for_state("closed", "Succeeded")
-    jobs.wait(lambda: set(jobs.pods("closed")) <= {"closed-head"})
-    jobs.wait(lambda: jobs.get("closed") is None)
-
-
-def test_a_failed_worker_is_replaced_and_reported(jobs: Jobs, nodes: VirtualNodes) -> None:
-    jobs.create("failing")
-    jobs.wait_for_running("failing", 3)
-    failed = jobs.pods("failing")["failing-worker-1"].metadata.uid
-    nodes.terminate_pod(jobs.namespace, "failing-worker-1", 137, "OOMKilled")
-    jobs.wait(
-        lambda: (
-            (worker := jobs.pods("failing").get("failing-worker-1")) is not None
-            and worker.metadata.uid != failed
-            and len(jobs.running("failing")) == 3
-        )
-    )
-    assert 1 == jobs.status("failing")["failedPods"]
-    assert "OOMKilled" in jobs.events("failing")
-
-
-def test_a_job_beyond_its_backoff_limit_fails_with_the_last_output(jobs: Jobs, nodes: VirtualNodes) -> None:
-    jobs.create("failed", lifecycle={"backoffLimit": 0})
-    jobs.wait_for_running("failed", 3)
-    nodes.terminate_pod(jobs.namespace, "failed-head", 1, message="Traceback\nRuntimeError: no luck\n")
-    jobs.wait_for_state("failed", "Failed")
-    assert "no luck" in str(jobs.status("failed")["failures"])
-    jobs.wait(lambda: set(jobs.running("failed")) == {"failed-cleanup"} == set(jobs.pods("failed")))
-    nodes.terminate_pod(jobs.namespace, "failed-cleanup")
-    jobs.wait(lambda: not jobs.finalizers("failed"))
-
-
 def test_a_suspended_job_has_no_pods_and_can_be_resumed(jobs: Jobs, nodes: VirtualNodes) -> None:
     jobs.create("suspended")
     jobs.wait_for_running("suspended", 3)

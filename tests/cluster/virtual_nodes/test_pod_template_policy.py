@@ -138,10 +138,6 @@ def policy_objects(**values: Any) -> list[dict[str, Any]]:
     return [made for made in objects if made["kind"].startswith("ValidatingAdmissionPolicy")]
 
 
-def apply(cluster: ControlPlane, *objects: dict[str, Any]) -> None:
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-
-
 def create(cluster: ControlPlane, manifest: dict[str, Any]) -> str:
     """Create a job without storing it, and return why the API server refuses it, or an empty string."""
     process = cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest), check=False)
@@ -161,7 +157,7 @@ def restricted(cluster: ControlPlane) -> Iterator[Jobs]:
     )
     policy = [made for made in objects if made["kind"].startswith("ValidatingAdmissionPolicy")]
     assert 2 == len(policy)
-    apply(cluster, *policy)
+    cluster.apply(*policy)
     bad = jobs.manifest("bad", head={"podTemplate": {"spec": {"hostNetwork": True}}})
     jobs.wait(lambda: create(cluster, bad))
     yield jobs
@@ -227,16 +223,6 @@ def test_a_job_that_is_older_than_the_policy_can_be_scaled_and_deleted(restricte
     with pytest.raises(ApiException, match="remove hostNetwork"):
         restricted.patch("older", workers={"podTemplate": {"metadata": {}}})
     restricted.patch("older", head={"podTemplate": {"spec": {"hostNetwork": False}}})
-
-
-def test_exempt_namespaces_are_not_restricted(restricted: Jobs) -> None:
-    binding = policy_objects(exemptNamespaces=["trusted"])[1]
-    expressions = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
-    assert [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["trusted"]}] == expressions
-    # The policy of this cluster is limited to the operator's namespaces.
-    manifest = restricted.manifest("other", head={"podTemplate": {"spec": {"hostNetwork": True}}})
-    manifest["metadata"]["namespace"] = "default"
-    assert "" == create(restricted.cluster, manifest)
 
 
 def test_the_policy_can_be_applied_without_the_chart(restricted: Jobs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GAN
 
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
+from tests.support.cluster.control_plane import unvalidated_crd
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
-from tests.support.cluster.pod_groups import POD_GROUPS_GROUP, POD_GROUPS_VERSION, pod_groups_crd
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
 pytestmark = pytest.mark.complete_cluster
+POD_GROUPS_GROUP, POD_GROUPS_VERSION = COSCHEDULING_API.split("/")
 KINDS = ["serviceaccounts", "configmaps", "services", "deployments", "networkpolicies", "poddisruptionbudgets"]
 UNUSED_PERMISSIONS = {
     # Required only on clusters with the admission plugin OwnerReferencesPermissionEnforcement.
@@ -66,11 +66,14 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
     )
     kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
     rights = [manifest for manifest in objects if manifest["kind"] in kinds]
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
+    cluster.apply(*rights)
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")
     log = cluster.directory / "log" / "operator-rights.log"
     lease = f"--lease={jobs.namespace}/das-operator"
-    cluster.serve_crd(pod_groups_crd())
+    approval = {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/scheduler-plugins"}
+    cluster.serve_crd(
+        unvalidated_crd(POD_GROUPS_GROUP, POD_GROUPS_VERSION, GANG_KIND, GANG_PLURAL, annotations=approval)
+    )
     pod_groups = client.CustomObjectsApi(cluster.client())
     in_namespace = (POD_GROUPS_GROUP, POD_GROUPS_VERSION, jobs.namespace, GANG_PLURAL)
     operator = OperatorProcess(kubeconfig, log, f"--namespace={jobs.namespace}", lease, "--log-format=text")
@@ -108,7 +111,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
             "metadata": {"name": "taken-rollout", "namespace": jobs.namespace},
             "spec": {"maxUnavailable": 1},
         }
-        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
+        cluster.apply(budget)
         taken = {"apiVersion": COSCHEDULING_API, "kind": GANG_KIND, "metadata": {"name": "large-worker-1"}, "spec": {}}
         pod_groups.create_namespaced_custom_object(*in_namespace, taken)
         jobs.create("taken")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -19,9 +18,7 @@ from rollout_operator.redis_users import user_prefix
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
-from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
-from tests.support.cluster.virtual_nodes import VirtualNodes
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
 
@@ -64,35 +61,6 @@ class RedisUsersProcess:
         self.server.close()
 
 
-@pytest.mark.current_cluster
-def test_the_cleanup_of_a_job_that_is_deleted_in_the_foreground_has_its_secret(
-    cluster: ControlPlane, operated_jobs: Jobs, nodes: VirtualNodes, tmp_path: Path
-) -> None:
-    def secret() -> Any:
-        return operated_jobs.core.read_namespaced_secret(redis_secret("foreground"), operated_jobs.namespace)
-
-    users = RedisUsersProcess(tmp_path, cluster.kubeconfig, operated_jobs.namespace)
-    try:
-        operated_jobs.create("foreground", redis={"managed": True})
-        operated_jobs.wait_for_running("foreground", 3)
-        operated_jobs.wait(lambda: secret_exists(operated_jobs, "foreground"))
-        first = secret()
-        command = ["delete", "rj/foreground", "--cascade=foreground", "--wait=false"]
-        cluster.kubectl("-n", operated_jobs.namespace, *command)
-        operated_jobs.wait(lambda: operated_jobs.running("foreground") == {"foreground-cleanup"})
-        operated_jobs.wait(lambda: secret_exists(operated_jobs, "foreground"))
-        second = secret()
-        assert first.metadata.uid != second.metadata.uid
-        # This API server leaves the conversion to "data" to its clients.
-        assert first.string_data == second.string_data
-        assert redis.Redis.from_url(second.string_data["url"]).info("server")
-        nodes.terminate_pod(operated_jobs.namespace, "foreground-cleanup")
-        operated_jobs.wait(lambda: operated_jobs.get("foreground") is None)
-        operated_jobs.wait(lambda: not secret_exists(operated_jobs, "foreground"))
-    finally:
-        users.close()
-
-
 @pytest.fixture
 def permitted(cluster: CompleteControlPlane, jobs: Jobs) -> Path:
     """A kubeconfig with the permissions that the chart grants the process."""
@@ -100,7 +68,7 @@ def permitted(cluster: CompleteControlPlane, jobs: Jobs) -> Path:
     for manifest in objects:
         is_for_users = manifest["metadata"]["name"].endswith("-redis-users")
         if is_for_users and manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
-            cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+            cluster.apply(manifest)
     return cluster.service_account_kubeconfig(jobs.namespace, "das-redis-users")
 
 

@@ -35,7 +35,6 @@ class CompleteControlPlane(ControlPlane):
     def __init__(self, directory: Path, *, host: str = "127.0.0.1") -> None:
         super().__init__(directory, host=host)
         self.crd_port = free_port()
-        self._api_service = ""
 
     def start(self) -> None:
         """Start everything, and wait until objects can be created."""
@@ -140,8 +139,7 @@ class CompleteControlPlane(ControlPlane):
             "metadata": {"name": "crds", "namespace": "kube-system"},
             "spec": {"type": "ExternalName", "externalName": outside},
         }
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
-        self._api_service = self._forwarding(GROUP, VERSION)
+        self.apply(service)
         self.register_api_group()
 
     def serve_crd(self, crd: dict[str, Any]) -> None:
@@ -149,7 +147,7 @@ class CompleteControlPlane(ControlPlane):
         spec = crd["spec"]
         version = spec["versions"][0]["name"]
         self._create_crd(crd)
-        self.kubectl("apply", "-f", "-", stdin=self._forwarding(spec["group"], version))
+        self.apply(self._forwarding(spec["group"], version))
         path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
         wait_for(lambda: self.kubectl("get", "--raw", path, check=False).returncode == 0, START_TIMEOUT_S)
 
@@ -160,10 +158,10 @@ class CompleteControlPlane(ControlPlane):
         definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         self.kubectl("create", "--raw", definitions, "-f", str(file), kubeconfig=self._crd_kubeconfig)
 
-    def _forwarding(self, group: str, version: str) -> str:
-        """Return an APIService, as JSON, by which the API server forwards requests to the CRD server."""
+    def _forwarding(self, group: str, version: str) -> dict[str, Any]:
+        """Return an APIService by which the API server forwards requests to the CRD server."""
         authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
-        forwarding = {
+        return {
             "apiVersion": "apiregistration.k8s.io/v1",
             "kind": "APIService",
             "metadata": {"name": f"{version}.{group}"},
@@ -176,11 +174,10 @@ class CompleteControlPlane(ControlPlane):
                 "service": {"name": "crds", "namespace": "kube-system", "port": self.crd_port},
             },
         }
-        return json.dumps(forwarding)
 
     def register_api_group(self) -> None:
         """Let the API server serve RolloutJobs, and wait until it does."""
-        self.kubectl("apply", "-f", "-", stdin=self._api_service)
+        self.apply(self._forwarding(GROUP, VERSION))
         self.wait_until_jobs_are_served()
 
     def unregister_api_group(self) -> None:

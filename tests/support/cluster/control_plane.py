@@ -6,6 +6,7 @@ import json
 import subprocess
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from kubernetes import client, config
 
@@ -17,6 +18,26 @@ CACHE = Path.home() / ".cache" / "das-rollout" / "kubernetes"
 CRDS = HERE.parents[2] / "crds"
 START_TIMEOUT_S = 180.0
 """Seconds until a part of the control plane must be ready. A loaded machine needs most of a minute for some."""
+
+
+def unvalidated_crd(
+    group: str, version: str, kind: str, plural: str, *, annotations: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Return a CustomResourceDefinition whose objects are in namespaces and may have any content."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}", "annotations": annotations or {}},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
+            "versions": [
+                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}},
+            ],
+        },
+    }
 
 
 def build_kubernetes() -> Path:
@@ -239,3 +260,8 @@ class ControlPlane(ABC):
         if check and process.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {process.stderr}")
         return process
+
+    def apply(self, *manifests: dict[str, Any]) -> None:
+        """Create or change objects."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests})
+        self.kubectl("apply", "-f", "-", stdin=text)

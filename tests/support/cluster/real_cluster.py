@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import threading
 import tomllib
@@ -31,7 +32,6 @@ from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.node import ADDRESS, Node, create_bridge
 from tests.support.cluster.raw_api import RawApi
 from tests.support.history_contents import rollout_ids_in
-from tests.support.ports import accepts
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -276,7 +276,12 @@ class RealCluster:
         thread = threading.Thread(target=forward)
         thread.start()
         try:
-            wait_for(lambda: accepts(port), 60, f"{' '.join(command)} does not forward.")
+            wait_for(
+                lambda: socket.create_connection(("127.0.0.1", port), timeout=1),
+                60,
+                f"{' '.join(command)} does not forward.",
+                ignored=OSError,
+            ).close()
             yield f"127.0.0.1:{port}"
         finally:
             closed.set()

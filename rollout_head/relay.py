@@ -16,11 +16,7 @@ from rollout_api.protocol.draft_sources import decode_draft_sources
 from rollout_api.protocol.keys import CONTEXT_FIELD, TRACE_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
 from rollout_api.redis_client.retry import concerns_server, retry
-from rollout_head.tracing import SpanData, TraceExporter, span_of_append
-from rollout_store.history.records import HistoryRecord
-from rollout_store.history.store import AppendResult, HistoryStore
-from rollout_store.job.incoming import Entry, arrival_time
-from rollout_store.job.limits import (
+from rollout_head.limits import (
     FAILURE_LOG_INTERVAL_S,
     RELAY_BATCH,
     RELAY_BATCH_INTERVAL_S,
@@ -28,8 +24,11 @@ from rollout_store.job.limits import (
     RELAY_STOP_TIMEOUT_S,
     RELAY_WAIT_S,
 )
-from rollout_store.job.outbox import HistoryStream, Outbox
-from rollout_store.job.request_trace import RequestTrace
+from rollout_head.tracing import SpanData, TraceExporter, span_of_append
+from rollout_store.history.records import HistoryRecord
+from rollout_store.history.store import AppendResult, HistoryStore
+from rollout_store.job.requests import RequestTrace
+from rollout_store.job.streams import Entry, HistoryStream, Outbox, arrival_time
 
 logger = logging.getLogger(__name__)
 

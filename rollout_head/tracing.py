@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rollout_api.protocol.messages import FinishReason, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
-from rollout_store.job.limits import MAX_WAITING_SPANS, TRACE_FLUSH_TIMEOUT_S
-from rollout_store.job.request_trace import RequestTrace, span_id_of
+from rollout_head.limits import MAX_WAITING_SPANS, TRACE_FLUSH_TIMEOUT_S
+from rollout_store.job.requests import RequestTrace, span_id_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -16,8 +16,8 @@ from rollout_head.coordinator.rollout_tracker import RolloutTracker
 from rollout_head.coordinator.sibling_lengths import SiblingLengths
 from rollout_store.history.store import LengthLookup
 from rollout_store.job import Admission, Entry, JobStore, Stream, arrival_time
+from rollout_store.job.admission_rules import AdmissionError
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.engine_errors import AdmissionError
 from rollout_store.job.requests import RequestProgress
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from rollout_api.protocol.messages import FinishReason, Rollout
 from rollout_head.coordinator.open_request import OpenRequest
 from rollout_head.coordinator.rollout_queue import RolloutQueue
 from rollout_head.coordinator.rollout_tracker import RolloutTracker
+from rollout_head.limits import CoordinatorLimits
 from rollout_store.job import JobStore, RolloutEvent
-from rollout_store.job.limits import CoordinatorLimits
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from rollout_head.coordinator.status import StatusBoard
 from rollout_head.coordinator.status_publisher import StatusPublisher
 from rollout_head.coordinator.unservable import UnservableRequests
 from rollout_head.coordinator.weights import WeightAnnouncer
+from rollout_head.limits import CoordinatorLimits
 from rollout_head.tracing import TraceExporter
 from rollout_store.history.store import HistoryStore, LengthLookup
 from rollout_store.job import JobStore
-from rollout_store.job.limits import CoordinatorLimits
 
 
 class Coordinator:

@@ -10,9 +10,9 @@ from rollout_head.coordinator.fenced_orders import FencedOrders
 from rollout_head.coordinator.open_request import OpenRequest
 from rollout_head.coordinator.rollout_queue import RolloutQueue
 from rollout_head.coordinator.rollout_tracker import RolloutTracker
+from rollout_head.limits import CoordinatorLimits
 from rollout_store.job import EngineReport, JobStore, RolloutEvent
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import CoordinatorLimits
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from rollout_head.coordinator.cancellations import Cancellations
 from rollout_head.coordinator.control import ControlProcessor
 from rollout_head.coordinator.engine_tracker import EngineTracker
 from rollout_head.coordinator.rollout_tracker import RolloutTracker
+from rollout_head.limits import CoordinatorLimits
 from rollout_store.job import JobStore, RolloutEvent, Stream
-from rollout_store.job.limits import CoordinatorLimits
 
 
 class MessageReader:

@@ -11,7 +11,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_head.coordinator.remaining_length import SimilarRollouts
 from rollout_head.coordinator.sibling_lengths import SiblingLengths
-from rollout_store.job.limits import RUNNING_LENGTH_STEP
+from rollout_head.limits import RUNNING_LENGTH_STEP
 
 
 @dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_store.job.admission_rules import check_admission
-from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.admission_rules import AdmissionError, check_admission
 
 
 def check_request(

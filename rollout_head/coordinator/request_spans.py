@@ -10,7 +10,7 @@ from rollout_api.protocol.timeline import EndedRollout
 from rollout_head.coordinator.fenced_orders import FencedOrders
 from rollout_head.coordinator.rollout_tracker import RolloutTracker
 from rollout_head.tracing import SpanData, TraceExporter, span_of_request, spans_of_rollout
-from rollout_store.job.request_trace import RequestTrace
+from rollout_store.job.requests import RequestTrace
 from rollout_store.job.timeline import EndedEntry
 
 

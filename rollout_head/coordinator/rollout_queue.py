@@ -9,8 +9,8 @@ from rollout_head.coordinator.open_request import OpenRequest
 from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
 from rollout_head.coordinator.sibling_groups import SiblingGroup
 from rollout_head.coordinator.version_bounds import VersionBounds
+from rollout_head.limits import CoordinatorLimits
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import CoordinatorLimits
 
 
 class RolloutQueue:

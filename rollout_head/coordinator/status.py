@@ -11,9 +11,9 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
 from rollout_head.coordinator.distributions import RolloutDistributions
 from rollout_head.coordinator.remaining_length import RemainingWork
+from rollout_head.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 from rollout_store.job import EngineReport
 from rollout_store.job.canary import DriftTest
-from rollout_store.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rollout_api.protocol.status import ServedStatus
 from rollout_api.status_token import StatusToken
 from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_head.coordinator.status import StatusBoard
-from rollout_store.job.limits import STALE_STATUS_S
+from rollout_head.limits import STALE_STATUS_S
 
 _STARTING = "the coordinator is still reading the job's state"
 

@@ -10,8 +10,9 @@ from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
 from rollout_head.coordinator.distributions import RolloutDistributions
 from rollout_head.coordinator.request_spans import RequestSpans
+from rollout_head.limits import MEASUREMENT_INTERVAL_S
 from rollout_store.job import JobStore
-from rollout_store.job.limits import ENTRIES_PER_PAGE, MEASUREMENT_INTERVAL_S
+from rollout_store.job.streams import ENTRIES_PER_PAGE
 from rollout_store.job.timeline import resolution
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from rollout_head.coordinator.rollout_queue import RolloutQueue
 from rollout_head.coordinator.rollout_tracker import RolloutTracker
 from rollout_head.coordinator.version_bounds import ANY_VERSION, VersionBounds
 from rollout_head.coordinator.weights import WeightAnnouncer
+from rollout_head.limits import CoordinatorLimits
 from rollout_store.job import EngineReport, JobStore
-from rollout_store.job.limits import CoordinatorLimits
 
 logger = logging.getLogger(__name__)
 

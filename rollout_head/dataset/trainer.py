@@ -23,15 +23,15 @@ from rollout_api.redis_client.retry import retry
 from rollout_head.dataset.problems import DatasetProblem, EnvironmentProblem, EnvironmentResults, RolloutError
 from rollout_head.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_head.environment.supervisor import EnvironmentCallError, EnvironmentSupervisor
-from rollout_store.history.store import HistoryStore
-from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
-from rollout_store.job.limits import (
+from rollout_head.limits import (
     FINAL_COUNTERS_TIMEOUT_S,
     OUTBOX_POLL_INTERVAL_S,
     PROGRESS_INTERVAL_S,
     REWARDS_PER_REPORT,
 )
+from rollout_store.history.store import HistoryStore
+from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.requests import LedgerEntry
 
 _DRAFT_MODES = {
     EpochMode.DAS: DraftMode.HISTORY,

@@ -12,9 +12,13 @@ import redis.asyncio
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
-from rollout_store.job.incoming import read_entries
-from rollout_store.job.limits import MAX_EVENTS, MAX_REQUEST_BYTES_IN_ORDER
-from rollout_store.job.part import StorePart, as_text
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.streams import read_entries
+
+MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
+"""Largest size of a request that is part of the order for its first sample on an engine. It is in Redis twice then, but
+saves the engine a round trip.
+"""
 
 RolloutKey = tuple[str, int]
 """Request id and sample, which identify a rollout within a job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -11,6 +11,13 @@ import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
+
+JOB_RETENTION_S = 24 * 3600
+"""Seconds for which clients can read their results after a job has ended."""
+MAX_EVENTS = 4096
+"""Number of latest entries to which the event stream is trimmed."""
+KEYS_PER_SCAN = 500
+"""Number of keys that are expired or deleted in one round trip."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
@@ -49,3 +56,9 @@ def _retrying(method: _Method) -> _Method:
 def as_text(value: bytes | str) -> str:
     """Return a reply of Redis as text."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def add_expiry(pipeline: Any, keys: Iterable[bytes]) -> None:
+    """Add commands to *pipeline*, synchronous or not, that let *keys* expire after :data:`JOB_RETENTION_S`."""
+    for key in keys:
+        pipeline.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do

@@ -25,10 +25,13 @@ from rollout_api.redis_client.retry import RetryPolicy
 from rollout_api.redis_client.server_functions import async_function
 from rollout_store.history.records import CONTEXT_TOKENS
 from rollout_store.job.canary import measure
-from rollout_store.job.ledger import LedgerEntry
-from rollout_store.job.limits import MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
-from rollout_store.job.part import StorePart, as_text
-from rollout_store.job.request_trace import pack_trace
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.requests import LedgerEntry, pack_trace
+
+TRAJECTORY_RETENTION_S = 3600
+"""Seconds for which the engine that has a trajectory's prefix cached is remembered."""
+MAX_TIMELINE_ENTRIES = 100_000
+"""Number of latest rollouts to which the timeline is trimmed. They take about 20 MB."""
 
 
 class StartState(NamedTuple):

@@ -11,9 +11,13 @@ import msgpack
 from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_store.job.incoming import arrival_time
-from rollout_store.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES, RUNNING_EXPIRY_S
 from rollout_store.job.part import StorePart, as_text
+from rollout_store.job.streams import ENTRIES_PER_PAGE, arrival_time
+
+MAX_MEASUREMENTS_BYTES = 16 * 2**20
+"""Bytes of all measurements of a job, approximately; the larger they are, the fewer are kept."""
+RUNNING_EXPIRY_S = 5
+"""Seconds after which the running rollouts expire that observed engines report with each heartbeat."""
 
 _ARRIVAL_FIELD = b"a"
 """Field of an entry with the id of the request's entry in the stream of requests."""

@@ -30,7 +30,7 @@ from rollout_head.dataset.report import EpochMode, JobReport
 from rollout_head.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_head.dataset.trainer import DatasetTrainer
 from rollout_store.job import JobStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import load_tokenizer, resolve_model, tokenizer_fingerprint

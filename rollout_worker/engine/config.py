@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import max_positions
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
 from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback

@@ -12,9 +12,9 @@ from typing import Any
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
-from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_store.job.canary import CANARY_TOKENS, canary_sample
-from rollout_store.job.engine_errors import AdmissionError, EngineError, translate_errors
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.adapters import Adapter, Adapters
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
@@ -34,7 +34,13 @@ from rollout_worker.engine.sampling_params import (
     token_decoder,
     vllm_sampling_params,
 )
-from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker, model_end_tokens, num_output_tokens
+from rollout_worker.engine.vllm_client import (
+    VllmClient,
+    WeightVersionTracker,
+    model_end_tokens,
+    num_output_tokens,
+    translate_errors,
+)
 
 PartialCallback = Callable[[Partial], None]
 """Receives all tokens of a response so far."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rollout_store.job.engine_errors import EngineError, translate_errors
+from rollout_store.job.admission_rules import AdmissionError
+from rollout_store.job.engines import EngineError
 
 _LIVENESS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
@@ -145,3 +147,20 @@ def own_address() -> str:
 
 def _do_nothing() -> None:
     pass
+
+
+@contextmanager
+def translate_errors(action: str) -> Iterator[None]:
+    """Raise vLLM's errors, some of which are plain ``Exception``, as :class:`EngineError`.
+
+    Args:
+        action: the failing action, for the message, such as "generating".
+    """
+    try:
+        yield
+    except (EngineError, AdmissionError):
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed while {action}: {error or type(error).__name__}; the log of the engine's worker has details"
+        ) from error

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.draft_settings import PROPOSER
 
 logger = logging.getLogger(__name__)

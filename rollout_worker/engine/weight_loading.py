@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import UpdateMode
-from rollout_store.job.engine_errors import EngineError, translate_errors
+from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.checkpoint_check import CheckpointCheck, check_checkpoint
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.generation import DecodingPause, ResponseGenerator
 from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S, TRANSFER_RETRY_INTERVAL_S
-from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
+from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker, translate_errors
 
 Updates = AsyncIterator[dict[str, Any]]
 """What vLLM's ``update_weights`` is called with, until the trainer has sent all weights. Raises EngineError if the

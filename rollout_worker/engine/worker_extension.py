@@ -188,7 +188,7 @@ class _AbortedError(Exception):
 
 def _error_text(error: Exception) -> str:
     """Return the message of an expected error, and the type of another one, too."""
-    from rollout_store.job.engine_errors import EngineError
+    from rollout_store.job.engines import EngineError
 
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 

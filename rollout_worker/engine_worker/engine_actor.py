@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from rollout_api.ports import free_port
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings

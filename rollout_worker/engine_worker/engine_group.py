@@ -11,10 +11,18 @@ from typing import Any
 
 import redis
 
-from rollout_store.job.engine_groups import EngineGroupStore, GroupMember, GroupOffer
-from rollout_store.job.limits import GROUP_EXPIRY_S, GROUP_INTERVAL_S, GROUP_LOSS_S, GROUP_WAIT_LOG_INTERVAL_S
+from rollout_store.job.engines import GROUP_EXPIRY_S, EngineGroupStore, GroupMember, GroupOffer
 
 logger = logging.getLogger(__name__)
+
+GROUP_INTERVAL_S = 0.5
+"""Seconds between two renewals of the leader's offer and of a follower's answer."""
+GROUP_LOSS_S = 5.0
+"""Seconds for which the leader or a follower may be missing after its offer or answer has expired, until it is lost.
+
+A lost process is usually noticed at once by the others. A false alarm would cost a start of the engine."""
+GROUP_WAIT_LOG_INTERVAL_S = 60.0
+"""Seconds after which it is logged again that a leader waits for its followers."""
 
 
 class EngineGroup:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from rollout_api.redis_client.connection import connect
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.child_process import Reaper

@@ -12,9 +12,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, decode
 from rollout_api.redis_client.retry import retry_async
 from rollout_store.job import Assignment, JobStore, Order, arrival_time
-from rollout_store.job.admission_rules import can_continue
-from rollout_store.job.engine_errors import AdmissionError
-from rollout_store.job.limits import MAX_CACHED_REQUESTS
+from rollout_store.job.admission_rules import AdmissionError, can_continue
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine_worker.announcer import HistoryAnnouncer
@@ -22,6 +20,9 @@ from rollout_worker.engine_worker.lease import EngineLease
 from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
 from rollout_worker.engine_worker.weight_updater import WeightUpdater
+
+MAX_CACHED_REQUESTS = 512
+"""Number of recently used requests that an engine keeps."""
 
 
 class RolloutExecutor:

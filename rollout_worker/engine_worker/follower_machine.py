@@ -26,11 +26,11 @@ import redis
 
 from rollout_api.redis_client.checks import wait_until_usable
 from rollout_api.redis_client.connection import connect
-from rollout_store.job.engine_groups import EngineGroupStore, GroupMember, GroupOffer
-from rollout_store.job.limits import GROUP_INTERVAL_S, GROUP_LOSS_S
+from rollout_store.job.engines import EngineGroupStore, GroupMember, GroupOffer
 from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.child_process import spawn_with_parent
 from rollout_worker.engine.config import engine_args, engine_environment
+from rollout_worker.engine_worker.engine_group import GROUP_INTERVAL_S, GROUP_LOSS_S
 from rollout_worker.engine_worker.engine_setup import engine_config
 from rollout_worker.engine_worker.worker_process import HANDOVER_MARGIN_S, ReadinessServer
 

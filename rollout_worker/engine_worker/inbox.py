@@ -8,7 +8,6 @@ import logging
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.messages import FinishReason, PauseMode
 from rollout_store.job import JobStore, Order, OrderKind
-from rollout_store.job.limits import INBOX_READ_TIMEOUT_S, ORDERS_PER_READ
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.executor import RolloutExecutor
 from rollout_worker.engine_worker.lease import EngineLease
@@ -16,6 +15,11 @@ from rollout_worker.engine_worker.running import RunningRollouts
 from rollout_worker.engine_worker.weight_updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
+
+INBOX_READ_TIMEOUT_S = 1.0
+"""Maximum seconds for which an engine waits for new orders."""
+ORDERS_PER_READ = 256
+"""Maximum number of orders in one read."""
 
 
 class PauseUpdater:

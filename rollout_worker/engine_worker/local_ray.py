@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_store.job.engine_errors import EngineError
-from rollout_store.job.limits import OBJECT_STORE_BYTES
+from rollout_store.job.engines import EngineError
 from rollout_store.runtime.log_files import rotating_handler
+
+OBJECT_STORE_BYTES = 128 << 20
+"""Size of Ray's object store, which carries little: prompts and rollouts go through Redis."""
 
 _TOKEN_BYTES = 32
 _HANDLER = "rollout-engine-logs"

@@ -8,18 +8,21 @@ import time
 from typing import Any
 
 from rollout_store.job import EngineReport
-from rollout_store.job.engine_errors import EngineError
-from rollout_store.job.limits import (
-    ENGINE_HANG_TIMEOUT_S,
-    ENGINE_STATS_INTERVAL_S,
-    LOADING_HANG_TIMEOUT_S,
-    MAX_CUTOFF_DELAY_S,
-)
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.running import RunningRollouts
 from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
+
+ENGINE_STATS_INTERVAL_S = 1.0
+"""Seconds between two reads of an engine's statistics."""
+ENGINE_HANG_TIMEOUT_S = 300.0
+"""Seconds after which an engine that does not answer is considered hung."""
+LOADING_HANG_TIMEOUT_S = 1800.0
+"""The same while the engine loads weights, because it answers only between two files or tensors."""
+MAX_CUTOFF_DELAY_S = 600.0
+"""Seconds for which an engine on which drafting does not pay waits for a moment without rollouts to be replaced."""
 
 _STATS = (
     "decoding_steps",

@@ -12,10 +12,12 @@ from typing import Protocol
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_store.job import JobStore
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import TOKEN_STREAM_INTERVAL_S
 from rollout_store.job.rollouts import AppendedTokens
 
 logger = logging.getLogger(__name__)
+
+TOKEN_STREAM_INTERVAL_S = 0.02
+"""Pause between two writes of the tokens of rollouts that are streamed."""
 
 
 class CheckpointWriter:

@@ -10,8 +10,8 @@ from typing import Any
 
 from rollout_api.protocol.messages import CodecError, InitWeightTransfer, TransferStep, WeightsKind, WeightUpdate
 from rollout_store.job import JobStore
-from rollout_store.job.engine_errors import EngineError
-from rollout_store.job.limits import MAX_BLOCKING_READ_S, TRANSFER_IDLE_TIMEOUT_S, TRANSFER_START_TIMEOUT_S
+from rollout_store.job.engines import EngineError
+from rollout_store.job.store import MAX_BLOCKING_READ_S
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.engine_worker.lease import EngineLease
@@ -19,6 +19,11 @@ from rollout_worker.engine_worker.running import RunningRollouts
 from rollout_worker.engine_worker.weight_directories import Load, UnusableWeightsError, WeightDirectories
 
 logger = logging.getLogger(__name__)
+
+TRANSFER_START_TIMEOUT_S = 600.0
+"""Seconds for which an engine that is ready waits for a trainer to send weights; other engines may drain meanwhile."""
+TRANSFER_IDLE_TIMEOUT_S = 120.0
+"""Seconds for which an engine that has received a part of the weights waits for the trainer's next step."""
 
 
 class MissedWeightsError(UnusableWeightsError):

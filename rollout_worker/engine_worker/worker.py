@@ -12,7 +12,6 @@ from rollout_api.manifest.spec import Sampling
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import EngineReport, JobStore
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import HANDOVER_TIMEOUT_S, HEARTBEAT_INTERVAL_S
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.engine_worker.executor import RequestCache, RolloutExecutor
@@ -26,6 +25,11 @@ from rollout_worker.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 1.0
+"""Seconds between two heartbeats of an engine."""
+HANDOVER_TIMEOUT_S = 4.0
+"""Seconds that stopped rollouts have to write their checkpoints; longer than writing all of them takes."""
 
 
 class EngineWorker:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine import weight_loading
 from rollout_worker.engine.checkpoint_check import check_checkpoint
 from rollout_worker.engine.engine import Engine

@@ -25,7 +25,7 @@ from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXI
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_tools.cli.main import app
 from rollout_tools.report.recording import load_recording

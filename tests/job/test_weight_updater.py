@@ -15,7 +15,7 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import InitWeightTransfer, TransferStep, WeightTransfer
 from rollout_store.job import EngineReport, JobStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine_worker import weight_updater
 from rollout_worker.engine_worker.weight_directories import UnusableWeightsError

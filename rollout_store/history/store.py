@@ -47,7 +47,6 @@ MAX_REWARD = 3.4e38
 """Limit of a reward's absolute value: suffix indexes store rewards as float32."""
 ENTRIES_PER_READ = 512
 """Maximum number of log entries of one problem in one read."""
-
 _COMPRESSION_LEVEL = 3
 _MAX_BYTES = 2**24
 """Maximum decompressed size, so that damaged data does not request all memory."""
@@ -161,7 +160,6 @@ def length_stats_of(entries: Iterable[LengthEntry]) -> LengthStats:
 
 
 logger = logging.getLogger(__name__)
-
 _ALL_GENERATIONS = 2**31
 """A window that contains every generation."""
 

@@ -68,7 +68,8 @@ from rollout_store.history_service.views import (
     show_rollout,
     statistics_document,
 )
-from rollout_store.runtime.command_line import default_cache, exit_with_error
+from rollout_store.models.model_source import default_cache
+from rollout_store.runtime.output import exit_with_error
 
 app = typer.Typer(
     name="rollout-history",
@@ -79,7 +80,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 errors = Console(stderr=True)
-
 _EXIT_FAILED = 1
 _STOP_TIMEOUT_S = 8.0
 """Seconds that the service may take to end; Kubernetes waits for 20."""

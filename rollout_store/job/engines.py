@@ -76,7 +76,7 @@ class EngineReport:
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
     labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.metrics`."""
+    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.engine`."""
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:

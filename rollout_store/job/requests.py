@@ -20,8 +20,6 @@ from rollout_store.job.part import MAX_EVENTS, StorePart
 
 REFUSAL_RETENTION_S = 600
 """Seconds for which a refusal is kept."""
-
-
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled", b"released"})
 """Fields of a ledger that describe the request; all other fields are samples."""
 _TRACE_ID_BYTES = 16

@@ -18,7 +18,6 @@ MAX_MEASUREMENTS_BYTES = 16 * 2**20
 """Bytes of all measurements of a job, approximately; the larger they are, the fewer are kept."""
 RUNNING_EXPIRY_S = 5
 """Seconds after which the running rollouts expire that observed engines report with each heartbeat."""
-
 _ARRIVAL_FIELD = b"a"
 """Field of an entry with the id of the request's entry in the stream of requests."""
 _RANGES = 8

@@ -239,3 +239,10 @@ def _checked(directory: Path, uri: str, *, weights: bool = True) -> Path:
     if weights and not any(directory.glob("*.safetensors")):
         raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
     return directory
+
+
+def default_cache() -> Path:
+    """Return the directory of the model cache: ``ROLLOUT_MODEL_CACHE``, or one in the user's cache."""
+    if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
+        return Path(named)
+    return Path("~/.cache/das-rollout/models").expanduser()

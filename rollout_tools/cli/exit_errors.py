@@ -30,7 +30,7 @@ from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.job.admission_rules import AdmissionError
 from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import ModelError
-from rollout_store.runtime.command_line import exit_with_error
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.job_address import JobAddressError
 from rollout_tools.launch.job_state import DeadlineError, StateError
 

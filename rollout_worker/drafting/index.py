@@ -100,8 +100,6 @@ POOL_TOKENS = 2**20
 
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """Token ids as arguments. A `TokenArray` is read in place and must not change during the call; a list is copied."""
-
-
 _NO_LIMIT = 2**63 - 1
 
 

@@ -15,7 +15,6 @@ from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, Roll
 from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_store.job.canary import CANARY_TOKENS, canary_sample
 from rollout_store.job.engines import EngineError
-from rollout_worker.engine.adapters import Adapter, Adapters
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.response import (
@@ -35,6 +34,8 @@ from rollout_worker.engine.sampling_params import (
     vllm_sampling_params,
 )
 from rollout_worker.engine.vllm_client import (
+    Adapter,
+    Adapters,
     VllmClient,
     WeightVersionTracker,
     model_end_tokens,

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
-
 _NO_DRAFT = -1
 _NO_ROW = -1
 _GONE = ""

@@ -17,6 +17,7 @@ from typing import Any
 from rollout_store.job.engines import EngineError
 
 logger = logging.getLogger(__name__)
+_NCCL_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 
 
 def patch_adapter_rows() -> bool:
@@ -211,9 +212,6 @@ def load_nccl_id(pickled: bytes) -> Any:
     if type(loaded).__name__ != _NCCL_ID[1]:
         raise pickle.UnpicklingError(f"a {type(loaded).__name__} in place of NCCL's identifier")
     return loaded
-
-
-_NCCL_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 
 
 class _NcclIdUnpickler(pickle.Unpickler):

@@ -24,6 +24,7 @@ from rollout_worker.engine.vllm_patches import (
 
 if TYPE_CHECKING:
     from rollout_store.history.sync import HistorySync
+    from rollout_worker.drafting.index import SuffixIndex
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
@@ -218,7 +219,7 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
         from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
-        from rollout_worker.engine.vllm_patches_v2 import is_output_rank
+        from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
@@ -272,7 +273,7 @@ class DraftingExtension(EngineExtension):
     def _das_schedule_drafts(self) -> DraftScheduling:
         """Let the V2 model runner of this rank verify the drafts of the rank that drafts."""
         from rollout_worker.engine.speculator import DraftScheduling
-        from rollout_worker.engine.vllm_patches_v2 import broadcast_drafts, check
+        from rollout_worker.engine.vllm_plugin import broadcast_drafts, check
 
         check(self.model_runner, self.vllm_config)
         return DraftScheduling(self, broadcast_drafts(self.vllm_config))
@@ -305,7 +306,7 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.metrics import labeled_counters
+        from rollout_worker.engine.worker_extension import labeled_counters
 
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)
@@ -333,3 +334,21 @@ class DraftingExtension(EngineExtension):
             "labeled_counters": labeled_counters(self._das_index),
             "history": asdict(self._das_sync.counters),
         }
+
+
+def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
+    """Return an index's counters of draft tokens by name, and then by label.
+
+    Labels are sources, or the positions 1, 2, … of a draft, of which the last one, such as 16+, also counts all later
+    positions. Positions after the last one that was verified are left out.
+    """
+    by_source, by_position = index.verification_counts()
+    positions = [str(number) for number in range(1, len(by_position))] + [f"{len(by_position)}+"]
+    used = {label: counts for label, counts in zip(positions, by_position, strict=True) if counts.verified}
+    return {
+        "source_proposed_tokens": {source: counts.drafted for source, counts in index.counters().items()},
+        "source_draft_tokens": {source: counts.verified for source, counts in by_source.items()},
+        "source_accepted_tokens": {source: counts.accepted for source, counts in by_source.items()},
+        "position_draft_tokens": {label: counts.verified for label, counts in used.items()},
+        "position_accepted_tokens": {label: counts.accepted for label, counts in used.items()},
+    }

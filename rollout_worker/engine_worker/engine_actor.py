@@ -23,6 +23,7 @@ import psutil
 import uvloop
 
 from rollout_api.ports import free_port
+from rollout_store.job import JobStore
 from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import ModelError
@@ -31,11 +32,11 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_client import own_address
 from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.engine_group import EngineGroup
-from rollout_worker.engine_worker.engine_setup import engine_config, weight_directories
+from rollout_worker.engine_worker.engine_setup import engine_config
 from rollout_worker.engine_worker.fleet import EngineState
+from rollout_worker.engine_worker.weight_updater import WeightDirectories
 
 logger = logging.getLogger(__name__)
-
 _EXIT_FAILED = 1
 
 
@@ -171,3 +172,15 @@ async def _serve_with(
         actor.worker = None
         engine.close()
     return worker
+
+
+def weight_directories(setup: JobSetup, model: Path, job_store: JobStore) -> WeightDirectories:
+    """Return where published weights may be, for an engine of *model*."""
+    spec = setup.job.spec
+    return WeightDirectories(
+        model,
+        setup.cache,
+        spec.weights.allowed_roots,
+        model_uri=spec.model.uri,
+        checksum=job_store.weight_checksums,
+    )

@@ -15,7 +15,7 @@ from rollout_store.job import Assignment, JobStore, Order, arrival_time
 from rollout_store.job.admission_rules import AdmissionError, can_continue
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
 from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
@@ -38,14 +38,14 @@ class RolloutExecutor:
         requests: RequestCache,
         checkpoints: CheckpointWriter,
         token_streams: TokenStreams,
-        announcer: HistoryAnnouncer,
+        prefetcher: HistoryPrefetcher,
         weights: WeightUpdater,
         checkpoint_tokens: int,
     ) -> None:
         self._engine, self._job_store, self._lease = engine, job_store, lease
         self._running, self._requests = running, requests
         self._checkpoints, self._token_streams = checkpoints, token_streams
-        self._announcer, self._weights, self._checkpoint_tokens = announcer, weights, checkpoint_tokens
+        self._prefetcher, self._weights, self._checkpoint_tokens = prefetcher, weights, checkpoint_tokens
         self._failed = asyncio.Event()
         self._error: Exception | None = None
         self._clock_offset = 0.0
@@ -141,8 +141,8 @@ class RolloutExecutor:
         # Set only now, because a weight update waits for all pinned rollouts.
         running.pinned_version = pinned if served else None
         if served and not running.stopped.is_set():
-            with self._announcer.in_use(request.problem):
-                await self._announcer.wait_ready(request.problem)
+            with self._prefetcher.in_use(request.problem):
+                await self._prefetcher.wait_ready(request.problem)
             # Loading an adapter does not wait for pinned rollouts.
             served = pinned is None or self._engine.weight_version == pinned
         return served
@@ -172,7 +172,7 @@ class RolloutExecutor:
         reason: FinishReason | None
         try:
             _check_age(prefix, running.assignment.oldest_version)
-            with self._announcer.in_use(request.problem):
+            with self._prefetcher.in_use(request.problem):
                 generated = await self._generate(running, request, prefix, stream)
             reason, detail = generated.finish_reason or running.finish_reason, ""
         except AdmissionError as error:

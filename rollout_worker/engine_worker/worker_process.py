@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 _POLL_INTERVAL_S = 0.5
 """Seconds between two checks of the job or of Ray."""
 HANDOVER_MARGIN_S = 10.0

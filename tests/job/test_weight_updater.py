@@ -18,8 +18,7 @@ from rollout_store.job import EngineReport, JobStore
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine_worker import weight_updater
-from rollout_worker.engine_worker.weight_directories import UnusableWeightsError
-from rollout_worker.engine_worker.weight_updater import WeightUpdater
+from rollout_worker.engine_worker.weight_updater import UnusableWeightsError, WeightUpdater
 from tests.support.manifests import SMALL_CPU_ENGINE
 
 UPDATE = WeightUpdate(weight_version=5, uri="memory:1", transfer=WeightTransfer(group="g", engines=["engine"], base=4))

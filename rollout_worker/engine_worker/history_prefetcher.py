@@ -29,7 +29,7 @@ ANNOUNCEMENT_RETENTION_S = 30.0
 """Seconds for which a problem's history is kept up to date after its last rollout, as the next one may come soon."""
 
 
-class HistoryAnnouncer:
+class HistoryPrefetcher:
     """Announces problems to the engine's drafter in batches, and publishes weight versions to the history."""
 
     def __init__(self, engine: Engine, store: HistoryStore, run: str) -> None:

@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import redis.asyncio
-
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
+from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
 from rollout_store.job.streams import read_entries
 
@@ -145,12 +141,6 @@ class Order:
 class AssignmentStore(StorePart):
     """Sends orders to engines, and takes assignments back."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._assign = async_function(client, __package__, "assign")
-        self._reclaim = async_function(client, __package__, "reclaim")
-        self._return = async_function(client, __package__, "return_assignment")
-
     # The coordinator's side
 
     async def take_over(self) -> int:
@@ -177,8 +167,8 @@ class AssignmentStore(StorePart):
             fields = order.encode()
             args += [order.assignment.entry_id if order.with_request and order.assignment else "", len(fields), *fields]
         keys = self._keys
-        reply = await self._assign(
-            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
+        reply = await self._call(
+            "assign", keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
         )
         if reply == b"stale":
             raise StaleCoordinatorError("another coordinator has taken over")
@@ -191,8 +181,10 @@ class AssignmentStore(StorePart):
             StaleCoordinatorError: if another coordinator has taken over.
         """
         keys = self._keys
-        reply: Any = await self._reclaim(
-            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines], args=[coordinator, engine]
+        reply: Any = await self._call(
+            "reclaim",
+            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines],
+            args=[coordinator, engine],
         )
         if reply == b"stale":
             raise StaleCoordinatorError("another coordinator has taken over")
@@ -245,7 +237,8 @@ class AssignmentStore(StorePart):
 
     async def return_assignment(self, engine: str, order_id: str, assignment: Assignment, reason: str) -> None:
         """Return an assignment that an engine cannot execute; the coordinator assigns the rollout elsewhere."""
-        await self._return(
+        await self._call(
+            "return_assignment",
             keys=[self._keys.inbox(engine), self._keys.events],
             args=[order_id, assignment.request_id, assignment.sample, engine, reason, MAX_EVENTS],
         )

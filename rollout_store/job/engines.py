@@ -12,8 +12,6 @@ import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
 from rollout_store.job.part import StorePart, as_text
 
 ENGINE_LEASE_S = 5.0
@@ -121,13 +119,10 @@ class LeaseState(IntEnum):
 class EngineRegistry(StorePart):
     """Renews and reads the leases and reports of engines."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._heartbeat = async_function(client, __package__, "heartbeat")
-
     async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> LeaseState:
         """Publish a report and renew the engine's lease, or create it."""
-        state = await self._heartbeat(
+        state = await self._call(
+            "heartbeat",
             keys=[self._keys.lease(engine), self._keys.engines, self._keys.observed],
             args=[engine, report.pack(), int(ENGINE_LEASE_S * 1000), 1 if register else 0],
         )

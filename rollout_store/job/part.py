@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
+from rollout_api.redis_client.server_functions import async_function
 
 JOB_RETENTION_S = 24 * 3600
 """Seconds for which clients can read their results after a job has ended."""
@@ -41,6 +42,10 @@ class StorePart:
         for name, method in list(vars(cls).items()):
             if not name.startswith("_") and inspect.iscoroutinefunction(method):
                 setattr(cls, name, _retrying(method))
+
+    async def _call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        """Run the Lua script ``functions/<function>.lua`` of this package."""
+        return await async_function(self._client, __package__, function)(keys=keys, args=args)
 
 
 def _retrying(method: _Method) -> _Method:

@@ -10,12 +10,9 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 
 import msgpack
-import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
 from rollout_store.job.part import MAX_EVENTS, StorePart
 
 REFUSAL_RETENTION_S = 600
@@ -103,15 +100,10 @@ class RequestProgress(NamedTuple):
 class RequestStore(StorePart):
     """Admits requests and reads their progress."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._admit = async_function(client, __package__, "admit")
-        self._cancel = async_function(client, __package__, "cancel")
-
     async def admit(self, entry_id: str, request: RolloutRequest) -> Admission:
         """Open the ledger of a request. Unless the result is NEW or KNOWN, the entry is deleted."""
         ledger = self._keys.ledger(request.request_id)
-        result = await self._admit(keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
+        result = await self._call("admit", keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
         return Admission(int(result))
 
     async def read(self, entry_id: str) -> RolloutRequest | None:
@@ -136,7 +128,7 @@ class RequestStore(StorePart):
 
     async def mark_cancelled(self, request_ids: Sequence[str]) -> None:
         """Record that requests were cancelled; unknown requests are ignored."""
-        await self._cancel(keys=[self._keys.ledger(request_id) for request_id in request_ids])
+        await self._call("cancel", keys=[self._keys.ledger(request_id) for request_id in request_ids])
 
     async def trajectory_engines(self, requests: Sequence[RolloutRequest]) -> list[str | None]:
         """Return for each request the engine that has its prefix cached; None for the first turn or if none has."""

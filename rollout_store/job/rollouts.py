@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgpack
-import redis.asyncio
 
-from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD
 from rollout_api.protocol.messages import (
     Partial,
     Purpose,
@@ -21,8 +20,6 @@ from rollout_api.protocol.messages import (
     pack_tokens,
 )
 from rollout_api.protocol.timeline import EndedRollout
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
 from rollout_store.history.records import CONTEXT_TOKENS
 from rollout_store.job.canary import measure
 from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
@@ -60,12 +57,6 @@ class AppendedTokens(NamedTuple):
 class RolloutStore(StorePart):
     """Checkpoints running rollouts and records finished ones."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._finish_function = async_function(client, __package__, "finish")
-        self._checkpoint_function = async_function(client, __package__, "checkpoint")
-        self._append_function = async_function(client, __package__, "append_tokens")
-
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record an ended rollout, keep it for the client and queue it for the history, in one atomic operation.
 
@@ -78,13 +69,6 @@ class RolloutStore(StorePart):
         Returns:
             False, without any effect, if the rollout was recorded before or its request is unknown.
         """
-        return bool(await self._finish(request, rollout, engine, order) == 1)
-
-    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
-        """Record several rollouts that no engine produced, each in an atomic operation of its own."""
-        await asyncio.gather(*(self.finish(request, rollout) for request, rollout in ended))
-
-    async def _finish(self, request: RolloutRequest, rollout: Rollout, engine: str, order: str) -> Any:
         keys, rollout_id = self._keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
         context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
@@ -113,7 +97,8 @@ class RolloutStore(StorePart):
             "max_events": MAX_EVENTS,
             "max_timeline": MAX_TIMELINE_ENTRIES,
         }
-        return await self._finish_function(
+        recorded = await self._call(
+            "finish",
             keys=[
                 keys.ledger(request.request_id),
                 keys.requests,
@@ -133,6 +118,11 @@ class RolloutStore(StorePart):
             ],
             args=[msgpack.packb(fields, use_bin_type=False)],  # the server's msgpack does not know bin
         )
+        return bool(recorded == 1)
+
+    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
+        """Record several rollouts that no engine produced, each in an atomic operation of its own."""
+        await asyncio.gather(*(self.finish(request, rollout) for request, rollout in ended))
 
     async def totals(self) -> dict[str, int]:
         """Return the job's totals: rollouts, tokens, decoding_steps, draft_tokens and accepted_tokens."""
@@ -140,7 +130,8 @@ class RolloutStore(StorePart):
 
     async def checkpoint(self, request: RolloutRequest, sample: int, partial: Partial) -> bool:
         """Store the partial of a running rollout; return False if the rollout has ended."""
-        stored = await self._checkpoint_function(
+        stored = await self._call(
+            "checkpoint",
             keys=[self._keys.ledger(request.request_id), self._keys.partials, self._keys.attempts],
             args=[str(request.rollout_id(sample)), sample, encode(partial)],
         )
@@ -158,7 +149,8 @@ class RolloutStore(StorePart):
 
     async def _append_tokens(self, appended: AppendedTokens) -> Any:
         keys, request_id, sample = self._keys, appended.request.request_id, appended.sample
-        return await self._append_function(
+        return await self._call(
+            "append_tokens",
             keys=[
                 keys.ledger(request_id),
                 keys.inbox(appended.engine),

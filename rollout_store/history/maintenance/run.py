@@ -191,13 +191,8 @@ class MaintenanceCounts:
 
     def add(self, other: MaintenanceCounts) -> None:
         """Add the counts of another run."""
-        self.deleted_empty += other.deleted_empty
-        self.trimmed += other.trimmed
-        self.trimmed_to_cap += other.trimmed_to_cap
-        self.evicted += other.evicted
-        self.evicted_bytes += other.evicted_bytes
-        self.compacted += other.compacted
-        self.unreadable += other.unreadable
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass

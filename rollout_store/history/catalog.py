@@ -36,12 +36,7 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 def query_problems(
     client: Redis, problem_ids: Iterable[str], command: Callable[[Any, str], object]
 ) -> dict[str, Any | None]:
-    """Run one command per problem, many in one round trip.
-
-    Args:
-        client: client of the history's server or cluster.
-        problem_ids: ids of the problems; duplicates are ignored.
-        command: adds the command for a problem to a pipeline.
+    """Run one command per problem, many in one round trip. *command* adds the command for a problem to a pipeline.
 
     Returns:
         Problem id → reply, or None if a key of the problem has the wrong type.
@@ -152,8 +147,7 @@ class ProblemCatalog:
     def changes_since(self, cursors: Mapping[int, float | None]) -> Changes:
         """Return the problems of some shards that have changed, in one round trip.
 
-        Args:
-            cursors: shard → cursor from the last :class:`Changes`, or None to get only a cursor.
+        *cursors* maps each shard to the cursor of the last :class:`Changes`; for None, only a cursor is returned.
         """
         pipeline = self._client.pipeline(transaction=False)
         for shard, since in cursors.items():

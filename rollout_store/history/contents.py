@@ -148,11 +148,7 @@ class TableResult:
 def export_parquet(client: Redis, keys: HistoryKeys, file: Path, decode: Decoder | None = None) -> TableResult:
     """Write the rollouts in a history's window to a Parquet file, which is replaced when the export is complete.
 
-    Args:
-        client: a client of the history's Redis.
-        keys: keys of the history.
-        file: the file.
-        decode: returns the texts of tokens; None to leave the column ``text`` empty.
+    Without *decode*, which returns the texts of tokens, the column ``text`` is empty.
 
     Raises:
         UnknownHistoryError: there is no such history.

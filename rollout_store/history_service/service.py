@@ -98,11 +98,9 @@ class HistoryService:
     ) -> None:
         """Prepare the service; it connects to nothing yet.
 
-        Args:
-            connect: creates a client; called again after each failure.
-            token: identifies this process as a holder of leases.
-            retention: seconds after which an unused history is deleted; None for never.
-            interval: seconds between two checks which histories are due, and between two attempts to reach Redis.
+        *connect* creates a client, and is called again after each failure. *token* identifies this process as a holder
+        of leases. A history that was unused for *retention* seconds is deleted. *interval* is the time between two
+        checks which histories are due, and between two attempts to reach Redis.
         """
         self.state = ServiceState()
         self._connect = connect

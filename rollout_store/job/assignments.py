@@ -78,12 +78,7 @@ class Order:
 
     @classmethod
     def sample(cls, assignment: Assignment, *, with_request: bool = False) -> Order:
-        """Return the order to produce a rollout.
-
-        Args:
-            assignment: the rollout.
-            with_request: whether the engine needs the request, because it has no other sample of it.
-        """
+        """Return the order to produce a rollout. It contains the request if the engine has no other sample of it."""
         return cls(OrderKind.SAMPLE, assignment, assignment.request_id, with_request=with_request)
 
     @classmethod
@@ -154,11 +149,6 @@ class AssignmentStore(StorePart):
     async def send(self, coordinator: int, engine: str, orders: Sequence[Order]) -> bool:
         """Append orders to an engine's inbox; return False if the engine's lease has expired.
 
-        Args:
-            coordinator: number of the sending coordinator.
-            engine: id of the engine.
-            orders: the orders.
-
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
@@ -216,11 +206,7 @@ class AssignmentStore(StorePart):
     ) -> tuple[list[Order], str]:
         """Read new orders; wait up to *timeout_s* for the first one.
 
-        Args:
-            engine: id of the engine.
-            cursor: id of the last order that was read; "0" for none.
-            timeout_s: seconds to wait.
-            max_orders: maximum number of orders to read.
+        The *cursor* is the id of the last order that was read; "0" for none.
 
         Returns:
             The orders and the new cursor.

@@ -164,11 +164,7 @@ class SharedChecksums:
         self._client, self._keys = client, keys
 
     async def __call__(self, directory: Path, expected: str) -> str:
-        """Return the checksum of the weights in *directory*.
-
-        Args:
-            directory: the directory.
-            expected: the checksum with which the weights were published.
+        """Return the checksum of the weights in *directory*. The weights were published with the checksum *expected*.
 
         Raises:
             OSError: there are no weights, or they cannot be read.

@@ -61,10 +61,6 @@ class LauncherStore:
     def end_leases(self, worker: str, pid: int) -> list[str]:
         """End the leases of an engine's process that has ended, so that its rollouts continue elsewhere at once.
 
-        Args:
-            worker: id of the worker process that the engine belonged to.
-            pid: process id of the engine's actor.
-
         Returns:
             The ids with which the process was registered.
         """
@@ -125,10 +121,7 @@ class LauncherStore:
     def store_environment_results(self, results: Mapping[str, Any], outdated: Collection[str], errors: str) -> None:
         """Store what the environment returned.
 
-        Args:
-            results: rollout → data for JSON.
-            outdated: rollouts whose stored data no longer apply.
-            errors: summary of all errors as JSON, for the job's status.
+        The data of *outdated* rollouts no longer apply; *errors* is a summary of all errors for the job's status.
         """
         pipeline = self._client.pipeline(transaction=True)
         if results:
@@ -189,11 +182,7 @@ class LauncherStore:
             pipeline.execute()
 
     def delete_keys(self, *, keep_notice: bool) -> None:
-        """Delete all keys of the job.
-
-        Args:
-            keep_notice: whether clients can still read for a while why the job has ended.
-        """
+        """Delete all keys of the job. With *keep_notice*, clients can still read for a while why it has ended."""
         for batch in _key_batches(self._client, self._keys):
             pipeline = self._client.pipeline(transaction=False)
             for key in batch:

@@ -27,12 +27,7 @@ class StorePart:
     """A part of a job's state in Redis.
 
     Its public coroutine methods are repeated while Redis is unreachable or full. They are idempotent, because the reply
-    to a command that was executed may be lost.
-
-    Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        retries: how they are repeated; None if they raise an error at once.
+    to a command that was executed may be lost. Without *retries*, they raise an error at once.
     """
 
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:

@@ -60,11 +60,7 @@ class RolloutStore(StorePart):
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record an ended rollout, keep it for the client and queue it for the history, in one atomic operation.
 
-        Args:
-            request: the request that the rollout belongs to.
-            rollout: the ended rollout.
-            engine: id of the engine that produced it; '' if none did.
-            order: id of the engine's order, which is deleted from its inbox.
+        The *order* of the *engine* that produced it is deleted from the engine's inbox; both are '' if none did.
 
         Returns:
             False, without any effect, if the rollout was recorded before or its request is unknown.

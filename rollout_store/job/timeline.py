@@ -147,10 +147,8 @@ def resolution(num_bytes: int) -> int:
     """Return the resolution with which all measurements of a job stay within the limit of bytes.
 
     Two measurements should be apart by the age of the job divided by the resolution. With the shortest interval s, a
-    job that has reached the age t has then made resolution · (1 + ln(t / (s · resolution))) measurements.
-
-    Args:
-        num_bytes: bytes of one measurement.
+    job that has reached the age t has then made resolution · (1 + ln(t / (s · resolution))) measurements. A measurement
+    has *num_bytes* bytes.
     """
     return max(1, math.floor(MAX_MEASUREMENTS_BYTES / _RANGES / max(1, num_bytes)))
 

@@ -33,11 +33,7 @@ def rotating_handler(
 ) -> logging.Handler:
     """Return a handler that appends to the log file of a process, which is created with the first record.
 
-    Args:
-        directory: directory of the job's log files.
-        process: name of the process.
-        message: format of what follows the time.
-        max_bytes: size at which the file is rotated.
+    *message* is the format of what follows the time.
 
     Raises:
         OSError: if the directory cannot be created.
@@ -85,9 +81,7 @@ def logging_to_file(directory: Path | None, process: str) -> Iterator[None]:
 def exit_with_error(code: int, message: str) -> NoReturn:
     """Print ``error:`` and a message to standard error, and exit.
 
-    Args:
-        code: the exit code.
-        message: what is wrong, where, and what to do.
+    The message says what is wrong, where, and what to do.
     """
     from rich.console import Console  # here, because not only commands import this module
     from rich.markup import escape

@@ -170,10 +170,6 @@ def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
 
     V2's scheduler plans places for the longest drafts before it knows the drafts. If these exceeded the limit, it would
     leave out responses, although their drafts are mostly shorter.
-
-    Args:
-        max_num_seqs: maximum number of responses in a step.
-        max_draft_tokens: maximum number of tokens of one draft.
     """
     places = max_num_seqs * (1 + max_draft_tokens)
     if places <= _MAX_DEFAULT_PLACES:

@@ -104,14 +104,7 @@ class DraftingLoop:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a loop without requests.
-
-        Args:
-            index: makes the drafts.
-            controller: decides the budgets.
-            arrays: the engine's arrays.
-            clock: returns the seconds from which the durations of steps are computed.
-        """
+        """Create a loop without requests."""
         self.steps = 0
         """Number of steps."""
         self.seconds = 0.0
@@ -348,8 +341,7 @@ class DraftingLoop:
     def plan(self, request_ids: list[str] | None = None) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones.
 
-        Args:
-            request_ids: the requests of the running step, if they are known, so that :meth:`draft` finds them at once.
+        If the requests of the running step are known, :meth:`draft` finds them at once.
         """
         self.guard(lambda: self._plan(request_ids))
 

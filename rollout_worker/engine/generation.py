@@ -405,9 +405,8 @@ class DecodingPause:
     async def while_loading(self, *, is_drained: bool, clear_cache: bool) -> AsyncIterator[None]:
         """Decode nothing within this context, which no two tasks may enter at a time.
 
-        Args:
-            is_drained: whether vLLM has no response.
-            clear_cache: whether keys and values are computed again, including those of running responses.
+        With *clear_cache*, keys and values are computed again, including those of running responses. *is_drained* says
+        that vLLM has no response.
         """
         self._is_loading = True
         try:

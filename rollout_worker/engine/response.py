@@ -373,12 +373,7 @@ def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:
 
 
 def _most_likely(logprobs: Mapping[int, Any], count: int) -> dict[int, float]:
-    """Return the most likely tokens that can be sampled, most likely first.
-
-    Args:
-        logprobs: vLLM's ``Logprob`` of the sampled token and of the *count* most likely ones at one position.
-        count: number of most likely tokens.
-    """
+    """Return the most likely tokens that can be sampled, most likely first."""
     ranked = sorted(logprobs.items(), key=lambda item: int(item[1].rank))
     return {token: one.logprob for token, one in ranked if one.rank <= count and one.logprob > -math.inf}
 

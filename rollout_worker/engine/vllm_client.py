@@ -58,10 +58,7 @@ class VllmClient:
     async def collective_rpc(self, method: str, *args: Any, action: str) -> list[Any]:
         """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
 
-        Args:
-            method: name of the method.
-            args: its arguments.
-            action: what it does, for the message of an error, such as "loading weights".
+        *action* says for errors what it does, such as "loading weights".
 
         Raises:
             EngineError: if the method fails on any rank.
@@ -97,12 +94,7 @@ class WeightVersionTracker:
         self.version = version
 
     def starts(self, call_id: str, completion: Any) -> list[tuple[int, int]]:
-        """Return (version, index of its first token), in order, for a response.
-
-        Args:
-            call_id: id of the call.
-            completion: vLLM's ``CompletionOutput`` of the response.
-        """
+        """Return (version, index of its first token), in order, for a response."""
         if completion.weight_versions is not None:
             return [(int(span.version), span.start) for span in completion.weight_versions]
         processor = self._llm.output_processor
@@ -156,8 +148,7 @@ def _do_nothing() -> None:
 def translate_errors(action: str) -> Iterator[None]:
     """Raise vLLM's errors, some of which are plain ``Exception``, as :class:`EngineError`.
 
-    Args:
-        action: the failing action, for the message, such as "generating".
+    *action* names what fails, such as "generating".
     """
     try:
         yield

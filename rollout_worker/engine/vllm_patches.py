@@ -229,9 +229,6 @@ def rewind_cpu_generators(model_runner: Any) -> bool:
     sets the random generator of a seeded response back by four numbers. Generators on CPUs have no such position, and
     the engine dies. This function sets them back to the state that they had before the step.
 
-    Args:
-        model_runner: vLLM's model runner.
-
     Returns:
         Whether it is a V1 model runner, whose methods are replaced.
     """
@@ -270,9 +267,6 @@ def packing_experts(model: Any) -> Iterator[None]:
 
     On CPU, vLLM (seen in 0.32) packs them for its kernel when the model is loaded, but not in a reload. The kernel then
     reads unpacked weights as packed ones, so that the logits would silently be wrong.
-
-    Args:
-        model: vLLM's model, on CPU.
     """
     packed: set[int] = set()
     layers: list[tuple[Any, Any]] = []
@@ -308,9 +302,6 @@ def repacking_output_projection(model: Any) -> Iterator[None]:
     the checkpoint. With tied embeddings, there is no tensor of the output projection, so that the logits would silently
     follow the previous weights. That cannot be seen in the logits: from one training step to the next, they change by
     less than the rounding errors of bfloat16.
-
-    Args:
-        model: vLLM's model.
     """
     # Each packed copy has a function of its own.
     head: Any = getattr(model, "lm_head", None)

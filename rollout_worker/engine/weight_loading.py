@@ -54,9 +54,7 @@ trainer ends before. Asking for the next element means that the previous one was
 class CheckpointCheck:
     """Checks tensors that arrive in several parts as :func:`check_checkpoint` does those of a directory.
 
-    Args:
-        model: the model with which the engine was started.
-        is_partial: whether tensors may be missing, because only differences are sent.
+    If it *is_partial*, tensors may be missing, because only differences are sent.
     """
 
     def __init__(self, model: Path, *, is_partial: bool) -> None:
@@ -97,10 +95,6 @@ def check_checkpoint(directory: Path, model: Path) -> None:
     """Check that vLLM can load all weights of a checkpoint, and that none of the old ones would remain.
 
     This reads the headers only, so that it is fast for models of any size. It does detect a truncated file.
-
-    Args:
-        directory: the checkpoint.
-        model: the model with which the engine was started.
 
     Raises:
         ModelError: if a tensor is missing or unknown, or has another shape or data type than the model's.

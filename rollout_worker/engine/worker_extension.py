@@ -206,8 +206,7 @@ class DraftingExtension(EngineExtension):
     def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
         """Create the index, the policy and the thread that reads the history, and start the proposer.
 
-        Args:
-            drafting: :class:`DraftingConfig` as a dictionary.
+        *drafting* is a :class:`DraftingConfig` as a dictionary.
 
         Returns:
             Whether this rank drafts.

@@ -144,12 +144,8 @@ def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
     """Run the part of an engine that belongs on this machine, until SIGTERM.
 
     The leader needs this machine while it hands over its rollouts. After SIGTERM, the follower therefore waits for the
-    end of the engine, for as long as the leader may take.
-
-    Args:
-        setup: the job.
-        rank: number of this machine in the engine, which is at least 1.
-        http_port: port of ``/readyz``; 0 for none.
+    end of the engine, for as long as the leader may take. The *rank* of this machine in the engine is at least 1.
+    ``/readyz`` is served if *http_port* is not 0.
     """
     terminated = threading.Event()
     wait_until_usable(connect(setup.redis_url), setup.redis_url)

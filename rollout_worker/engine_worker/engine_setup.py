@@ -17,10 +17,7 @@ from rollout_worker.policy.draft_policy import max_draft_length
 def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineConfig:
     """Build the configuration of an engine.
 
-    Args:
-        setup: the settings of the job.
-        model: directory of the model.
-        speculative: False for an engine without speculation, whatever the manifest says.
+    If it is not *speculative*, it has no speculation, whatever the manifest says.
     """
     job = setup.job
     drafting = None

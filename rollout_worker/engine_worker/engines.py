@@ -66,12 +66,7 @@ class EngineWatcher:
     """
 
     def __init__(self, store: LauncherStore, worker: str) -> None:
-        """Watch no process yet.
-
-        Args:
-            store: the job's state in Redis.
-            worker: id of the worker process that the engines belong to.
-        """
+        """Watch no process yet."""
         self._store, self._worker = store, worker
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
@@ -138,9 +133,7 @@ class EngineWatcher:
 def running_engines(setup: JobSetup, terminated: threading.Event | None = None) -> Iterator[Fleet]:
     """Run Ray and the engines of this machine, and restart engines that die.
 
-    Args:
-        setup: the job.
-        terminated: set by SIGTERM. Ray is not started any more then.
+    Once SIGTERM has set *terminated*, Ray is not started any more.
 
     Raises:
         EngineError: if Ray does not start.

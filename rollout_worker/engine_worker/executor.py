@@ -156,11 +156,7 @@ class RolloutExecutor:
     ) -> None:
         """Sample the rollout, then record it, or checkpoint it if another engine continues it.
 
-        Args:
-            running: the rollout.
-            request: its request.
-            resumed: what another engine has sampled of it.
-            engine_id: id of this engine.
+        *resumed* is what another engine has sampled of it.
         """
         prefix = resumed or request.prefix
         sample, order_id = running.assignment.sample, running.order.order_id
@@ -258,12 +254,7 @@ class RequestCache:
     """Reads each request once for all its samples; recently used requests are kept."""
 
     def __init__(self, job_store: JobStore, defaults: Sampling) -> None:
-        """Create an empty cache.
-
-        Args:
-            job_store: the job's state in Redis.
-            defaults: sampling settings of the job, for what a request leaves open.
-        """
+        """Create an empty cache. *defaults* apply to what a request leaves open."""
         self._job_store, self._defaults = job_store, defaults
         self._reads: OrderedDict[str, asyncio.Future[RolloutRequest | None]] = OrderedDict()
 

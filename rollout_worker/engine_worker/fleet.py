@@ -60,10 +60,7 @@ class Fleet:
     ) -> None:
         """Manage the engines of a worker.
 
-        Args:
-            setup: the job.
-            actor: class of the engines' actors.
-            on_state: called with every answer of an engine.
+        *actor* is the class of the engines' actors; *on_state* is called with every answer of an engine.
         """
         self._setup, self._actor, self._on_state = setup, actor, on_state
         self._wanted = {f"engine-{number}": True for number in range(setup.engines_per_machine)}

@@ -33,13 +33,7 @@ class HistoryPrefetcher:
     """Announces problems to the engine's drafter in batches, and publishes weight versions to the history."""
 
     def __init__(self, engine: Engine, store: HistoryStore, run: str) -> None:
-        """Announce nothing yet; :meth:`run` does.
-
-        Args:
-            engine: whose drafter reads the histories.
-            store: the job's history.
-            run: id under which the history counts this job's weight versions.
-        """
+        """Announce nothing yet; :meth:`run` does. The history counts this job's weight versions under the id *run*."""
         self._engine, self._store, self._run_id = engine, store, run
         self._announced: dict[str, asyncio.Event] = {}
         """Problem → event that is set once its history has been waited for."""

@@ -75,12 +75,7 @@ class Tokens(Protocol):
 class TokenStream:
     """The tokens of one rollout. What was written remains the beginning of the rollout.
 
-    Args:
-        engine: id of this engine.
-        order: id of its order for the rollout.
-        request: the request.
-        sample: index of the rollout within the request.
-        written: number of tokens in Redis.
+    The first *written* tokens are in Redis.
     """
 
     def __init__(self, engine: str, order: str, request: RolloutRequest, sample: int, written: int) -> None:

@@ -218,8 +218,7 @@ class EngineWorker:
     async def run(self, on_serving: Callable[[], None] = lambda: None) -> None:
         """Serve until :meth:`drain` has completed.
 
-        Args:
-            on_serving: called once the engine is registered and can be given work.
+        Once the engine is registered and can be given work, *on_serving* is called.
 
         Raises:
             EngineError: if the engine has died; its rollouts continue on other engines.

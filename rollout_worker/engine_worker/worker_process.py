@@ -43,10 +43,7 @@ _SHUTDOWN_POLL_INTERVAL_S = 0.25
 def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
     """Run a worker of a job until SIGTERM. Its engines then hand over their running rollouts, unless the job has ended.
 
-    Args:
-        setup: the job.
-        name: name of this worker in the job's status.
-        http_port: port of ``/readyz``; 0 for none.
+    The job's status calls the worker *name*. ``/readyz`` is served if *http_port* is not 0.
 
     Returns:
         Whether the job has ended.
@@ -152,10 +149,7 @@ class ReadinessServer:
     def __init__(self, port: int, why_not_ready: Callable[[], str]) -> None:
         """Listen on all addresses until :meth:`close`.
 
-        Args:
-            port: the port; 0 for a free one.
-            why_not_ready: returns '' when the process is ready, else the reason why it is not. It is called for every
-                request, in threads of this server.
+        *why_not_ready* returns '' when the process is ready. It is called for every request, in threads of this server.
 
         Raises:
             OSError: if the port is in use.

@@ -191,9 +191,7 @@ class DraftController:
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
         """Learn from the outcome of a step.
 
-        Args:
-            step: the outcome.
-            seconds: duration of the step; None if it also did something else, such as reading a prompt.
+        The duration is None if the step also did something else, such as reading a prompt.
         """
         num_rollouts = len(step.rows)
         if not num_rollouts:

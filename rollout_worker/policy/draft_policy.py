@@ -160,12 +160,7 @@ class DraftPolicy(Protocol):
         """Record tokens that a rollout generated in steps that were not observed."""
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
-        """Choose the budgets of the rollouts in the next step.
-
-        Args:
-            rows: all rollouts that are running, shape (rollouts,).
-            cost: cost model of a step.
-        """
+        """Choose the budgets of the rollouts in the next step."""
 
     def close(self, row: int) -> None:
         """Stop following a rollout that has ended."""
@@ -272,10 +267,5 @@ def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
 
 
 def make_policy(name: PolicyName, limits: DraftLimits) -> DraftPolicy:
-    """Create a policy for one engine.
-
-    Args:
-        name: name of the policy.
-        limits: limits of the draft tokens in one step.
-    """
+    """Create a policy for one engine."""
     return Marginal(limits) if name == "marginal" else Fixed(limits)

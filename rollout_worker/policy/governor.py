@@ -313,12 +313,7 @@ class SpeculationCutoff:
     def __init__(
         self, *, min_decoding_s: float = MIN_DECODING_S, min_disabled_share: float = _MIN_DISABLED_SHARE
     ) -> None:
-        """Create a cutoff; see :data:`MIN_DECODING_S`.
-
-        Args:
-            min_decoding_s: seconds of decoding that are observed at least.
-            min_disabled_share: share of the decoding time in which drafting must have been disabled, per version.
-        """
+        """Create a cutoff; see :data:`MIN_DECODING_S`."""
         self._min_decoding_s, self._min_disabled_share = min_decoding_s, min_disabled_share
         self._versions: OrderedDict[int, tuple[float, float]] = OrderedDict()
         """Weight version → seconds of decoding, and the part of them in which drafting was disabled."""

@@ -96,13 +96,8 @@ class HistoryMaintainer:
     ) -> None:
         """Prepare maintenance; nothing is sent yet.
 
-        Args:
-            client: client of the history's server or cluster.
-            keys: keys of the history.
-            token: identifies this process as a holder of the lease.
-            clock: returns the server's time in Unix seconds [default: ask the server].
-            retention: seconds after which an unused history is deleted; None for never.
-            stopping: ends a run early when it is set.
+        *token* identifies this process as a holder of the lease. A history that was unused for *retention* seconds is
+        deleted. *clock* returns the server's time, and *stopping* ends a run early.
         """
         self.keys = keys
         self.lease = MaintainerLease(client, keys, token)
@@ -114,11 +109,7 @@ class HistoryMaintainer:
         self._planner = MaintenancePlanner(self._store, retention=retention, clock=self._clock)
 
     def run_once(self, *, ignore_lease: bool = False) -> MaintenanceResult:
-        """Plan and execute one run, if no other maintainer holds the lease.
-
-        Args:
-            ignore_lease: run even if another maintainer holds the lease.
-        """
+        """Plan and execute one run, if no other maintainer holds the lease. With *ignore_lease*, run in any case."""
         started = time.monotonic()
         if not ignore_lease and not self.lease.acquire():
             return MaintenanceResult(None)

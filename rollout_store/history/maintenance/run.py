@@ -93,9 +93,7 @@ class MaintenanceOperations:
     def trim(self, problem_id: str, *, max_generations: int | None = None) -> int:
         """Delete rollouts that have left the window of a problem to which no rollouts are appended any more.
 
-        Args:
-            problem_id: id of the problem.
-            max_generations: number of generations to keep, if that is less than the window.
+        At most *max_generations* generations are kept, if that is less than the window.
 
         Returns:
             The new size of the problem in bytes.
@@ -229,13 +227,8 @@ class MaintenanceRun:
     ) -> None:
         """Prepare a run; nothing is changed yet.
 
-        Args:
-            store: store of the history that reads all generations.
-            planner: planner of the history, which is told what was done.
-            plan: what to do.
-            may_continue: whether there is time left and the lease is still held; checked between operations.
-            clock: returns the server's time in Unix seconds.
-            stopping: whether the process is ending.
+        *may_continue*, which is called between operations, returns whether there is time left and the lease is still
+        held; *clock*, the server's time; and *stopping*, whether the process is ending.
         """
         self.result = MaintenanceResult(plan, problems=plan.problems, bytes=plan.bytes)
         self._store = store
@@ -268,8 +261,7 @@ class MaintenanceRun:
     def execute(self, *, records_emptiness: bool) -> None:
         """Execute the plan of a history that has not expired.
 
-        Args:
-            records_emptiness: whether to record since when the history has been without problems.
+        With *records_emptiness*, record since when it has been without problems.
         """
         if records_emptiness:
             self._record_emptiness()

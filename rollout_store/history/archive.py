@@ -134,7 +134,7 @@ def export_history(client: Redis, keys: HistoryKeys, file: Path) -> ExportResult
     )
     problems = records = corrupt = 0
     newest = info.generation
-    with _replacing(file) as raw:
+    with replacing(file) as raw:
         checksum = sha256()
         compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True)
         with compressor.stream_writer(raw, closefd=False) as compressed:
@@ -377,7 +377,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[IO[bytes]]:
+def replacing(file: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces *file* once it is written to disk, or is deleted if that fails."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

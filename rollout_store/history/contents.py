@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
+from rollout_store.history.archive import replacing
 from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
@@ -160,7 +159,7 @@ def export_parquet(client: Redis, keys: HistoryKeys, file: Path, decode: Decoder
     store, info = HistoryStore.open_existing(client, keys)
     schema = _schema(pyarrow)
     problems = rollouts = corrupt = 0
-    with _replacing(file) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+    with replacing(file) as raw, parquet.ParquetWriter(raw, schema, compression="zstd") as writer:
         pending: list[dict[str, Any]] = []
 
         def write() -> None:
@@ -261,15 +260,3 @@ configs:
 a history of das-rollout. `generation` orders the weight versions of all runs. `draft_sources` says of each token
 whether it was an accepted draft token, and of which source: 0 no, {codes}.
 """
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """Provide the path of a new file that replaces *file* on success and is removed otherwise."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        yield part
-        part.replace(file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

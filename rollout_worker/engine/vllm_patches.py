@@ -275,7 +275,7 @@ def packing_experts(model: Any) -> Iterator[None]:
         experts = getattr(kernel, "fused_experts", None)
         if experts is not None and "w13_weight" in layer._parameters:
             layers.append((layer, experts))
-            experts.process_weights_after_loading = _recorded(experts.process_weights_after_loading, packed)
+            experts.process_weights_after_loading = _noting_layers(experts.process_weights_after_loading, packed)
     try:
         yield
     finally:
@@ -286,12 +286,12 @@ def packing_experts(model: Any) -> Iterator[None]:
             experts.process_weights_after_loading(layer)
 
 
-def _recorded(process: Callable[[Any], None], processed: set[int]) -> Callable[[Any], None]:
-    def recorded(layer: Any) -> None:
+def _noting_layers(process: Callable[[Any], None], processed: set[int]) -> Callable[[Any], None]:
+    def process_and_note(layer: Any) -> None:
         processed.add(id(layer))
         process(layer)
 
-    return recorded
+    return process_and_note
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engine.draft_settings import DraftingConfig
@@ -36,6 +37,27 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
 """On machines with fewer cores, drafts are made by the calling thread only."""
+
+
+def _returning_errors(method: Callable[..., None]) -> Callable[..., str | None]:
+    """Let a method return why it has failed, or None if it has not.
+
+    An exception on several ranks would leave replies in vLLM's queue, where they would be taken for those to the next
+    call.
+    """
+
+    @wraps(method)
+    def call(*args: Any) -> str | None:
+        from rollout_store.job.engines import EngineError
+
+        try:
+            method(*args)
+        except Exception as error:
+            logger.exception("%s has failed.", method.__name__)
+            return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        return None
+
+    return call
 
 
 class EngineExtension:
@@ -87,73 +109,47 @@ class EngineExtension:
 
         return patch_adapter_rows()
 
-    def das_load_weights(self, directory: str) -> str | None:
-        """Replace the weights by the safetensors in *directory*.
-
-        Returns:
-            Why that has failed, in which case some weights are old and some new; None if it has not. An exception on
-            several ranks would leave replies in vLLM's queue, where they would be taken for those to the next call.
-        """
+    @_returning_errors
+    def das_load_weights(self, directory: str) -> None:
+        """Replace the weights by the safetensors in *directory*. If that fails, some weights are old and some new."""
         self.das_interrupt_timing()
         try:
             with self._das_patched_reload():
                 self.reload_weights(weights_path=directory)
-        except Exception as error:
-            logger.exception("Cannot load weights.")
+        except Exception:
             reset_failed_reload(self.model_runner.get_model())
-            return _error_text(error)
-        return None
+            raise
 
-    def das_init_weight_transfer(self, init_info: dict[str, Any]) -> str | None:
-        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer.
-
-        Returns:
-            Why that has failed; None if it has not. See :meth:`das_load_weights`.
-        """
+    @_returning_errors
+    def das_init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer."""
         self.das_interrupt_timing()
-        try:
-            self.shutdown_weight_transfer_engine()
-            with unpickling_nccl_ids_only():
-                self.init_weight_transfer_engine(init_info)
-        except Exception as error:
-            logger.exception("Cannot initialize the weight transfer.")
-            return _error_text(error)
-        return None
+        self.shutdown_weight_transfer_engine()
+        with unpickling_nccl_ids_only():
+            self.init_weight_transfer_engine(init_info)
 
-    def das_start_weight_update(self) -> str | None:
-        """Call vLLM's ``start_weight_update``; see :meth:`das_load_weights`."""
+    @_returning_errors
+    def das_start_weight_update(self) -> None:
+        """Call vLLM's ``start_weight_update``."""
         self.das_interrupt_timing()
-        try:
-            self._das_reload = self._das_patched_reload()
-            self._das_reload.__enter__()
-            self.start_weight_update()
-        except Exception as error:
-            logger.exception("Cannot start a weight update.")
-            return _error_text(error)
-        return None
+        self._das_reload = self._das_patched_reload()
+        self._das_reload.__enter__()
+        self.start_weight_update()
 
-    def das_update_weights(self, update_info: dict[str, Any]) -> str | None:
-        """Call vLLM's ``update_weights``; see :meth:`das_load_weights`."""
-        try:
-            self.update_weights(update_info)
-        except Exception as error:
-            logger.exception("Cannot receive weights.")
-            return _error_text(error)
-        return None
+    @_returning_errors
+    def das_update_weights(self, update_info: dict[str, Any]) -> None:
+        """Call vLLM's ``update_weights``."""
+        self.update_weights(update_info)
 
-    def das_finish_weight_update(self) -> str | None:
-        """Call vLLM's ``finish_weight_update``; see :meth:`das_load_weights`."""
-        try:
-            self.finish_weight_update()
-            reload, self._das_reload = self._das_reload, None
-            if reload is not None:
-                reload.__exit__(None, None, None)
-            for reset in ("reset_encoder_cache", "reset_mm_cache"):  # as vLLM does when it reloads a directory
-                getattr(self.model_runner, reset)()
-        except Exception as error:
-            logger.exception("Cannot finish a weight update.")
-            return _error_text(error)
-        return None
+    @_returning_errors
+    def das_finish_weight_update(self) -> None:
+        """Call vLLM's ``finish_weight_update``."""
+        self.finish_weight_update()
+        reload, self._das_reload = self._das_reload, None
+        if reload is not None:
+            reload.__exit__(None, None, None)
+        for reset in ("reset_encoder_cache", "reset_mm_cache"):  # as vLLM does when it reloads a directory
+            getattr(self.model_runner, reset)()
 
     def das_abort_weight_update(self) -> None:
         """End a weight update that has failed; the tensors that were received completely stay."""
@@ -185,13 +181,6 @@ class EngineExtension:
 
 class _AbortedError(Exception):
     """A weight update is aborted."""
-
-
-def _error_text(error: Exception) -> str:
-    """Return the message of an expected error, and the type of another one, too."""
-    from rollout_store.job.engines import EngineError
-
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 class DraftingExtension(EngineExtension):
@@ -305,8 +294,6 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.worker_extension import labeled_counters
-
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)
         scheduling = self._das_scheduling

@@ -18,7 +18,7 @@ ENGINE_LEASE_S = 5.0
 """Seconds after which an engine that does not renew its lease is considered lost."""
 FAILED_ENGINES_EXPIRY_S = 15.0
 """Seconds for which a worker's report of engines that cannot start is valid; it is repeated every second."""
-GROUP_EXPIRY_S = 10
+OFFER_EXPIRY_S = 10
 """Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
 _ENDED = "ended"
 
@@ -166,7 +166,7 @@ class EngineRegistry(StorePart):
         return failed
 
 
-class GroupOffer(NamedTuple):
+class EngineOffer(NamedTuple):
     """What the followers have to know to start their part of an engine."""
 
     id: str
@@ -175,7 +175,7 @@ class GroupOffer(NamedTuple):
     """vLLM's engine arguments on the leader."""
 
 
-class GroupMember(NamedTuple):
+class FollowerAnswer(NamedTuple):
     """The answer of a follower."""
 
     offer: str
@@ -193,33 +193,33 @@ class EngineGroupStore:
         """Use the keys of the group that is called *group*."""
         self._client, self._keys, self._group = client, keys, group
 
-    def offer(self) -> GroupOffer | None:
+    def offer(self) -> EngineOffer | None:
         """Return the leader's offer; None if it has no engine."""
         found: Any = self._client.get(self._keys.engine_group(self._group))
-        return None if found is None else GroupOffer(**json.loads(found))
+        return None if found is None else EngineOffer(**json.loads(found))
 
-    def renew_offer(self, offer: GroupOffer) -> None:
+    def renew_offer(self, offer: EngineOffer) -> None:
         """Publish an offer, or renew it."""
-        self._client.set(self._keys.engine_group(self._group), json.dumps(offer._asdict()), ex=GROUP_EXPIRY_S)
+        self._client.set(self._keys.engine_group(self._group), json.dumps(offer._asdict()), ex=OFFER_EXPIRY_S)
 
     def withdraw_offer(self) -> None:
         """Tell the followers that the engine has ended."""
         self._client.delete(self._keys.engine_group(self._group))
 
-    def members(self, size: int) -> list[GroupMember | None]:
+    def answers(self, size: int) -> list[FollowerAnswer | None]:
         """Return the answers of the followers with the ranks 1 to *size* - 1; None for one that has not answered."""
         found: Any = self._client.mget([self._keys.engine_group_member(self._group, rank) for rank in range(1, size)])
-        return [None if value is None else _parse_member(as_text(value)) for value in found]
+        return [None if value is None else _parse_answer(as_text(value)) for value in found]
 
-    def renew_member(self, rank: int, member: GroupMember) -> None:
+    def renew_answer(self, rank: int, answer: FollowerAnswer) -> None:
         """Answer an offer, or renew the answer."""
-        value = f"{member.offer}/{member.process}/{_ENDED if member.ended else ''}"
-        self._client.set(self._keys.engine_group_member(self._group, rank), value, ex=GROUP_EXPIRY_S)
+        value = f"{answer.offer}/{answer.process}/{_ENDED if answer.ended else ''}"
+        self._client.set(self._keys.engine_group_member(self._group, rank), value, ex=OFFER_EXPIRY_S)
 
 
-def _parse_member(value: str) -> GroupMember:
+def _parse_answer(value: str) -> FollowerAnswer:
     offer, process, ended = value.split("/")
-    return GroupMember(offer, process, ended == _ENDED)
+    return FollowerAnswer(offer, process, ended == _ENDED)
 
 
 class EngineError(RuntimeError):

@@ -159,7 +159,9 @@ class Batch:
         shortens: bool,
         time_limit_s: float,
     ) -> None: ...
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Remove the plan, which keeps the requests in memory after they were closed."""
+
     def step(
         self,
         num_tokens: npt.NDArray[np.int32],

@@ -256,10 +256,10 @@ class ResponseBuilder:
     def append(self, completion: Any) -> None:
         """Append the new tokens in a ``CompletionOutput`` of vLLM, up to the first one that completes a stop string."""
         tokens: Sequence[int] = completion.token_ids
-        kept = self._num_kept(tokens)
-        self.token_ids += tokens[:kept]
+        count = self._count_tokens(tokens)
+        self.token_ids += tokens[:count]
         if self.logprobs is not None and tokens:
-            positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), kept))
+            positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), count))
             self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
             if self.ranks is not None and self.top_logprobs is not None:
                 self.ranks += [logprobs[token].rank for logprobs, token in positions]
@@ -267,9 +267,9 @@ class ResponseBuilder:
 
         if self.kept_token_ids is not None and self._kept_tokens is not None and tokens:
             positions_of_tokens = zip(completion.logprobs or (), tokens, strict=True)
-            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, kept)]
+            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, count)]
 
-    def _num_kept(self, tokens: Sequence[int]) -> int:
+    def _count_tokens(self, tokens: Sequence[int]) -> int:
         """Return how many new tokens belong to the response."""
         if self.stopped:
             return 0

@@ -72,7 +72,7 @@ class VllmClient:
         if self._llm is not None:
             self._llm.shutdown()
             # Its finalizer would shut it down again, and at interpreter exit fail on modules that no longer exist.
-            self._llm.shutdown = _do_nothing
+            self._llm.shutdown = lambda: None
             self._llm = None
 
 
@@ -138,10 +138,6 @@ def own_address() -> str:
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @contextmanager

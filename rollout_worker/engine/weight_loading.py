@@ -235,11 +235,11 @@ class WeightLoader:
                 raise EngineError(self._still_serving(error)) from error
 
             async def load() -> None:
-                await self._receive(first, updates, check)
+                await self._transfer(first, updates, check)
 
             return await self._load_paused(load, version, mode)
 
-    async def _receive(self, first: dict[str, Any], updates: Updates, check: CheckpointCheck) -> None:
+    async def _transfer(self, first: dict[str, Any], updates: Updates, check: CheckpointCheck) -> None:
         is_changed = False
         try:
             check.add(first)

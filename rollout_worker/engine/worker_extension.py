@@ -295,7 +295,7 @@ class DraftingExtension(EngineExtension):
         if self._das_sync is None or self._das_loop is None:
             return {}
         loop, controller = self._das_loop, self._das_controller
-        cost = controller.linear_cost(loop.num_requests)
+        cost = controller.fit.cost.linear_between(loop.num_requests, loop.num_requests)
         scheduling = self._das_scheduling
         return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
             "decoding_steps": loop.steps,

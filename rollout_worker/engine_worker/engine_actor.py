@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,9 @@ class EngineActor:
         self.worker: EngineWorker | None = None
         """Connects the engine to the job while it serves."""
         self._process_id = secrets.token_hex(8)
-        self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
+        loop = uvloop.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="engine", daemon=True).start()
+        self._work = asyncio.run_coroutine_threadsafe(_serve(self, setup, name, speculative=speculative), loop)
         self._work.add_done_callback(_exit_on_failure)
 
     def __repr__(self) -> str:
@@ -63,17 +65,6 @@ class EngineActor:
         """Return the state of this process and its engine."""
         engine = "" if self.worker is None else self.worker.engine_id
         return EngineState(self._process_id, os.getpid(), self.started, engine, self.error)
-
-
-class _EventLoopThread:
-    """An asyncio event loop in a thread."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = uvloop.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 def _exit_on_failure(work: Future[Any]) -> None:

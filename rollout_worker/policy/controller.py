@@ -157,10 +157,6 @@ class DraftController:
             self.min_gain_s = 0.0 if self.fit.num_steps_with_drafts >= _FIRST_STEPS_WITH_DRAFTS else -math.inf
         return self.governor.limit(rows, budgets)
 
-    def linear_cost(self, rollouts: int) -> StepCost:
-        """Return the cost model of a step with about one draft token for each rollout, without experts."""
-        return self.fit.cost.linear_between(rollouts, rollouts)
-
     def select_trial(self, rows: Integers, drafted: Integers, gain_s: float) -> int | None:
         """Choose the only draft to verify in a step whose drafts gain no more than :attr:`min_gain_s`.
 

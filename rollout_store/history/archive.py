@@ -212,13 +212,8 @@ def import_history(
     """Add the rollouts of an archive to a history, with their generations and rewards.
 
     Nothing is written unless the file is complete. An import that was interrupted can be repeated: rollouts that are
-    there already are left unchanged.
-
-    Args:
-        client: client of the server or cluster.
-        file: the archive.
-        keys: keys of the history, which is created if it does not exist [default: the one that was exported].
-        allow_model_mismatch: accept a history of another model with the same tokenizer.
+    there already are left unchanged. Without *keys*, the history is the one that was exported; it is created if it does
+    not exist.
 
     Raises:
         ArchiveError: the file is not a complete archive.

@@ -100,11 +100,8 @@ class HistoryMetadata:
     ) -> None:
         """Create the history for a tokenizer and a model, or check that an existing one fits them.
 
-        Args:
-            tokenizer: fingerprint of the tokenizer's vocabulary.
-            model: name of the model; empty if any model is accepted.
-            allow_model_mismatch: accept a history of another model, and add rollouts to it.
-            max_bytes: byte cap in Redis; None to leave it unchanged.
+        With *allow_model_mismatch*, rollouts are added to a history of another model, too. An empty *model* fits any;
+        without *max_bytes*, the byte cap stays unchanged.
 
         Raises:
             HistoryMismatchError: the history holds rollouts of another tokenizer, or of another model and that is

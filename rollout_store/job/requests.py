@@ -180,11 +180,8 @@ class RequestTrace:
     def unpack(cls, data: bytes, job_uid: str, request_id: str) -> Self:
         """Return the trace of a request.
 
-        Args:
-            data: what :func:`pack_trace` has returned for the request. With anything else, which a later release may
-                have written, the request has a trace of its own.
-            job_uid: uid of the request's job.
-            request_id: id of the request.
+        With *data* that :func:`pack_trace` has not returned, which a later release may have written, the request has a
+        trace of its own.
         """
         if len(data) not in _PACKED_LENGTHS:
             data = b""

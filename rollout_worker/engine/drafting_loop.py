@@ -15,7 +15,7 @@ from rollout_store.arrays import Integers, with_row
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.policy.controller import StepOutcome
+from rollout_worker.policy.governor import StepOutcome
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

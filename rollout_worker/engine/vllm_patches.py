@@ -115,18 +115,7 @@ def _expands_correctly(function: Any, torch: Any) -> bool:
 def _expand_batch_to_tokens(
     x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Any:
-    """Repeat ``x[i]`` for each token of request i, like vLLM's function of this name.
-
-    Args:
-        x: shape (batch,).
-        cu_num_tokens: cumulative numbers of tokens, shape (batch,).
-        num_tokens: total number of tokens.
-        replace_from: value of *x* that is replaced by *replace_to*.
-        replace_to: see *replace_from*.
-
-    Returns:
-        Shape (num_tokens,), with the data type of *x*.
-    """
+    """Do what vLLM's function of this name should: repeat ``x[i]`` for each token of request i."""
     import torch
 
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))

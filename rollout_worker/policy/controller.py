@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-from rollout_store.arrays import Floats, Integers
+from rollout_store.arrays import Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
-from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
+from rollout_worker.policy.governor import Governor, StepOutcome
 from rollout_worker.policy.step_cost import StepCost
 
 _STEPS_UNTIL_SKIPPING = 4
@@ -54,23 +53,6 @@ class IdleBackoff:
             self._steps_left, self._skips_left = _STEPS_BETWEEN_SKIPS, self._series_length
 
 
-class StepOutcome(NamedTuple):
-    """The outcome of one verification step; arrays of shape (rollouts,)."""
-
-    rows: Integers
-    """Rows of the rollouts, each once."""
-    generated: Integers
-    """Number of tokens that each generated, accepted draft tokens included."""
-    drafted: Integers
-    """Number of verified draft tokens."""
-    expected: Floats
-    """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
-    context_tokens: Integers
-    """Number of tokens of prompt and response that attention read."""
-    trial: Trial | None = None
-    """:attr:`Governor.trial` after the drafts of this step were selected."""
-
-
 class DraftController:
     """Combines a draft policy, the fitted cost model and the governor of one engine."""
 
@@ -80,7 +62,6 @@ class DraftController:
         prior: StepCost,
         *,
         graph_tokens: int = 0,
-        exploration: float = EXPLORATION_SHARE,
         governed: bool = True,
     ) -> None:
         """Create a controller without rollouts.
@@ -90,11 +71,10 @@ class DraftController:
             prior: cost model until steps were measured.
             graph_tokens: number of tokens of the largest step for which there is a CUDA graph; 0 if there are none.
                 Drafts are shortened so that steps are not larger, because the host may take longer than the GPU then.
-            exploration: share of all tokens that may be drafted where drafting does not pay.
             governed: whether drafting is disabled where it does not pay.
         """
         self.fit = CostFit(prior)
-        self.governor = Governor(exploration=exploration)
+        self.governor = Governor()
         self.timed_s = 0.0
         """Seconds of all measured steps."""
         self.without_drafts_s = 0.0
@@ -194,14 +174,7 @@ class DraftController:
             return
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
-        self.governor.observe_step(
-            step.rows,
-            generated=step.generated,
-            drafted=step.drafted,
-            expected=step.expected,
-            accepted=accepted,
-            trial=step.trial,
-        )
+        self.governor.observe_step(step, accepted)
         if seconds is None:
             self.governor.observe_time(None)
         else:

@@ -71,6 +71,23 @@ class Trial(NamedTuple):
     """Number of rollouts from which that one was chosen."""
 
 
+class StepOutcome(NamedTuple):
+    """The outcome of one verification step; arrays of shape (rollouts,)."""
+
+    rows: Integers
+    """Rows of the rollouts, each once."""
+    generated: Integers
+    """Number of tokens that each generated, accepted draft tokens included."""
+    drafted: Integers
+    """Number of verified draft tokens."""
+    expected: Floats
+    """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
+    context_tokens: Integers
+    """Number of tokens of prompt and response that attention read."""
+    trial: Trial | None = None
+    """:attr:`Governor.trial` after the drafts of this step were selected."""
+
+
 class Governor:
     """Limits a policy's budgets by what drafting has achieved.
 
@@ -213,28 +230,11 @@ class Governor:
         self._turn += 1
         return int(places[self._turn % len(places)])
 
-    def observe_step(
-        self,
-        rows: Integers,
-        *,
-        generated: Integers,
-        drafted: Integers,
-        expected: Floats,
-        accepted: Integers,
-        trial: Trial | None,
-    ) -> None:
-        """Record the acceptance of one step.
-
-        Args:
-            rows: all rollouts in the step, no row twice; all arguments have the shape (rollouts,).
-            generated: number of tokens that each generated, accepted draft tokens included.
-            drafted: number of its draft tokens that were verified.
-            expected: number of draft tokens expected to be accepted, which is the sum of their survivals.
-            accepted: number of draft tokens that were accepted.
-            trial: the trial among the drafts.
-        """
+    def observe_step(self, step: StepOutcome, accepted: Integers) -> None:
+        """Record how many draft tokens of each rollout were accepted in one step, shape (rollouts,)."""
+        rows, drafted, expected = step.rows, step.drafted, step.expected
         self._allowance_tokens = min(
-            self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
+            self._allowance_tokens + self._exploration * int(step.generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
         )
         if not drafted.any():
             return
@@ -247,8 +247,8 @@ class Governor:
         decay = np.where(total_expected > _HALVE_ROLLOUT_AT_TOKENS, 0.5, 1.0)
         self._expected[rows] = total_expected * decay
         self._accepted[rows] = (self._accepted[rows] + accepted) * decay
-        if trial is not None:
-            explored = int(drafted[rows == trial.row].sum())
+        if step.trial is not None:
+            explored = int(drafted[rows == step.trial.row].sum())
             self._allowance_tokens -= explored
             self.trial_tokens += explored
 

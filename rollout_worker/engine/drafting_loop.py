@@ -158,11 +158,7 @@ class DraftingLoop:
     ) -> None:
         """Follow a request from now on. Best called before its first token is sampled, because it indexes the prompt.
 
-        Args:
-            request_id: the engine's id of the request.
-            settings: its draft settings.
-            prompt: its prompt as the engine sees it, that is, with the prefix, shape (tokens,).
-            end_tokens: tokens that end its response.
+        The *prompt* is the one that the engine sees, that is, with the prefix.
         """
         self._settings[request_id] = _Request(settings, len(prompt), end_tokens)
         self.guard(lambda: self._open(request_id, np.asarray(prompt, np.uint32)))
@@ -188,10 +184,8 @@ class DraftingLoop:
     def count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
         """Count the draft tokens of steps that are not drafted for, because the engine preempts the request.
 
-        Args:
-            request_id: the engine's id of the request.
-            steps: of each step, the number of tokens of prompt and response after it, and the number of draft tokens
-                that it verified.
+        Of each step, the number of tokens of prompt and response after it is given, and the number of draft tokens that
+        it verified.
         """
         self.guard(lambda: self._count_steps(request_id, steps))
 

@@ -303,11 +303,8 @@ class Engine:
     ) -> bool:
         """Announce the problems of upcoming rollouts, so that their history is fetched in the background.
 
-        Args:
-            problems: problem ids.
-            generation: newest generation of the history.
-            wanted: those of *problems* whose rollouts are about to start; all of them by default.
-            timeout_s: how long to wait until all of their history can be drafted from.
+        Those that are *wanted*, by default all, are about to start. Wait up to *timeout_s* seconds until all of their
+        history can be drafted from.
 
         Returns:
             Whether all of it can be drafted from.

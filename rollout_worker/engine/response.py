@@ -89,10 +89,7 @@ class PromptLogprobs:
     def from_vllm(cls, positions: Sequence[Mapping[int, Any] | None], prompt: Sequence[int], count: int) -> Self | None:
         """Return the log-probabilities in a ``RequestOutput`` of vLLM.
 
-        Args:
-            positions: ``Logprob`` of the token and of the most likely ones at each position; None at the first.
-            prompt: tokens of the prompt.
-            count: number of most likely tokens.
+        At the first of the *positions* there are none; *count* most likely tokens are returned.
 
         Returns:
             None if vLLM has not computed all of them, because the response was stopped before.
@@ -357,9 +354,8 @@ def _by_source(counts: Sequence[int]) -> dict[str, int]:
 def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:
     """Return the routed experts in a ``CompletionOutput`` of vLLM.
 
-    Args:
-        rows: vLLM's array of the shape (tokens, layers, experts per token), or None.
-        num_tokens: number of tokens of prompt and response. The last one was not processed by the model.
+    The *rows* have the shape (tokens, layers, experts per token). The last of the *num_tokens* tokens of prompt and
+    response was not processed by the model.
 
     Returns:
         None if vLLM has not returned those of all tokens, because the response was interrupted.

@@ -191,9 +191,7 @@ class StopStrings:
 def token_decoder(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Callable[[int], str]:
     """Return a function for :class:`StopStrings` that decodes the tokens after a prompt as vLLM does.
 
-    Args:
-        tokenizer: the tokenizer of the ``AsyncLLM``.
-        prompt_token_ids: the prompt, without the prefix from which a response is continued.
+    The prompt does not contain the prefix from which a response is continued.
     """
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer

@@ -18,8 +18,11 @@ from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.vllm_patches import (
     enable_amx,
     packing_experts,
+    patch_adapter_rows,
+    patch_sampling_without_drafts,
     repacking_output_projection,
     reset_failed_reload,
+    rewind_cpu_generators,
     unpickling_nccl_ids_only,
 )
 
@@ -99,14 +102,10 @@ class EngineExtension:
 
     def das_rewind_generators(self) -> bool:
         """See :func:`rollout_worker.engine.vllm_patches.rewind_cpu_generators`."""
-        from rollout_worker.engine.vllm_patches import rewind_cpu_generators
-
         return rewind_cpu_generators(self.model_runner)
 
     def das_patch_adapters(self) -> bool:
         """See :func:`rollout_worker.engine.vllm_patches.patch_adapter_rows`."""
-        from rollout_worker.engine.vllm_patches import patch_adapter_rows
-
         return patch_adapter_rows()
 
     @_returning_errors
@@ -206,7 +205,6 @@ class DraftingExtension(EngineExtension):
         from rollout_store.history.sync import HistorySync
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
-        from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
         from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy

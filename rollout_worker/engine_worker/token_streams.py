@@ -7,17 +7,19 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_store.job import JobStore
 from rollout_store.job.assignments import RolloutKey
 from rollout_store.job.rollouts import AppendedTokens
+from rollout_worker.engine.response import TokensSoFar
 
 logger = logging.getLogger(__name__)
 
 TOKEN_STREAM_INTERVAL_S = 0.02
 """Pause between two writes of the tokens of rollouts that are streamed."""
+Tokens = TokensSoFar | Partial
+"""The tokens of a response so far."""
 
 
 class CheckpointWriter:
@@ -59,17 +61,6 @@ class CheckpointWriter:
                     "Cannot write checkpoints of running rollouts: %s. Later checkpoints will be tried.", failures[0]
                 )
             failing = bool(failures)
-
-
-class Tokens(Protocol):
-    """The tokens of a response so far."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-
-    def since(self, start: int, /) -> Partial:
-        """Return the tokens from index *start* on."""
 
 
 class TokenStream:

@@ -54,12 +54,8 @@ class WeightDirectories:
     ) -> None:
         """Allow weights in the model's directory, in the model cache and below certain directories.
 
-        Args:
-            model: the model's directory.
-            cache: the model cache.
-            allowed_roots: directories below which trainers may publish weights.
-            model_uri: the model's address in the manifest, which means the model's directory.
-            checksum: computes checksums.
+        These are the *allowed_roots*, below which trainers may publish weights. The address *model_uri* in the manifest
+        means the model's directory.
         """
         self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
         self._model_uri, self._checksum = model_uri, checksum

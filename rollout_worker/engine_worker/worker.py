@@ -154,18 +154,9 @@ class EngineWorker:
     ) -> None:
         """Create a worker; :meth:`run` starts it.
 
-        Args:
-            engine: a started engine, which the caller closes.
-            job_store: the job's state in Redis.
-            store: the job's history.
-            name: name of the engine, which stays the same over its restarts.
-            worker: id of the worker process on this machine that may tell the engine to leave; '' if there is none.
-            max_running: maximum number of rollouts that the engine decodes at once.
-            checkpoint_tokens: maximum number of tokens of a rollout that are lost with this engine.
-            sampling: the job's sampling settings, which a request may override.
-            directories: finds published weights.
-            speculation_disabled: whether the engine has no speculation because drafting did not pay.
-            speculation_cutoff: decides when drafting has not paid for too long.
+        The caller has started the *engine*, and closes it. Its *name* stays the same over its restarts. The process
+        *worker* may tell it to leave; '' if there is none. At most *checkpoint_tokens* tokens of a rollout are lost
+        with it. *speculation_disabled* says that it has no speculation because drafting did not pay.
         """
         non_speculative = engine.config.drafting is None and not speculation_disabled
         report = EngineReport(

@@ -140,10 +140,7 @@ class DraftController:
     def select_trial(self, rows: Integers, drafted: Integers, gain_s: float) -> int | None:
         """Choose the only draft to verify in a step whose drafts gain no more than :attr:`min_gain_s`.
 
-        Args:
-            rows: the rollouts, each once, shape (rollouts,).
-            drafted: number of tokens of each draft, shape (rollouts,), not all 0.
-            gain_s: seconds that the drafts gain together.
+        The drafts, not all of them empty, gain *gain_s* seconds together.
 
         Returns:
             An index into *rows*, or None if no draft is verified.

@@ -133,13 +133,7 @@ class DraftPolicy(ABC):
         self._rollouts = RolloutTable()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """Start to follow a rollout.
-
-        Args:
-            problem: problem id.
-            prompt_tokens: length of its prompt.
-            generated: number of response tokens that it has already.
-            max_tokens: number of response tokens at which it is cut off.
+        """Start to follow a rollout. It has *generated* response tokens already, and is cut off at *max_tokens*.
 
         Returns:
             Its row: a small number that may be given to another rollout after :meth:`close`.

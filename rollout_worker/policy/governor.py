@@ -208,11 +208,7 @@ class Governor:
         return budgets._replace(tokens=tokens, min_survivals=survivals)
 
     def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
-        """Choose the draft of one rollout as a trial, because all drafts together do not pay.
-
-        Args:
-            rows: the rollouts, shape (rollouts,).
-            drafted: number of tokens of each rollout's draft, shape (rollouts,), not all 0.
+        """Choose the draft of one rollout as a trial, because all drafts together do not pay. Not all drafts are empty.
 
         Returns:
             An index into *rows*, or None if no draft is to be verified.
@@ -284,13 +280,8 @@ class Governor:
         """Record the gain of a trial; enable drafting if all rollouts together would gain enough.
 
         The gain follows from the cost model, because the cost of one rollout's tokens cannot be measured: steps vary by
-        more than that.
-
-        Args:
-            trial: the trial.
-            without_drafts_s: predicted seconds of the step without drafts.
-            gain_s: seconds that the accepted tokens save, minus the cost of its tokens.
-            drafting_s: c_draft, the cost of verifying any drafts.
+        more than that. *without_drafts_s* is predicted for the step; *gain_s* is what the accepted tokens save, minus
+        the cost of the trial's tokens; and *drafting_s* is c_draft.
         """
         if not self.drafting_disabled or without_drafts_s <= 0:
             return
@@ -320,13 +311,7 @@ class SpeculationCutoff:
         self._total_s = 0.0
 
     def observe(self, *, weight_version: int, decoding_s: float, drafting_disabled: bool) -> None:
-        """Record the engine's state.
-
-        Args:
-            weight_version: the version that the engine serves.
-            decoding_s: seconds of decoding since the engine started.
-            drafting_disabled: whether its governor has disabled drafting.
-        """
+        """Record the engine's state. *decoding_s* counts from the start of the engine."""
         added_s, self._total_s = max(0.0, decoding_s - self._total_s), decoding_s
         decoded_s, disabled_s = self._versions.pop(weight_version, (0.0, 0.0))
         self._versions[weight_version] = decoded_s + added_s, disabled_s + added_s * drafting_disabled

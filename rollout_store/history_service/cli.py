@@ -375,14 +375,8 @@ def export_to(
         exit_with_error(EXIT_STATE, "an archive has no texts; pass --format parquet or dataset, or omit --tokenizer")
     with _connected(redis) as client:
         result = export_history(client, _parse_history_name(history), file)
-    output = console()
-    output.print(
-        f"{file}: {result.records:,} rollouts of {result.problems:,} problems, {format_bytes(result.size)}.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if result.corrupt:
-        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
+    text = f"{file}: {result.records:,} rollouts of {result.problems:,} problems, {format_bytes(result.size)}."
+    _report_export(text, result.corrupt)
 
 
 @app.command("import")
@@ -541,16 +535,19 @@ def _export_table(history: str, file: Path, redis: str, form: ExportFormat, toke
         export = export_parquet if form is ExportFormat.PARQUET else export_dataset
         decode = _decoder(tokenizer, info.model)
         result = export(client, keys, file, decode)
-    output = console()
-    output.print(
-        f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems"
-        + ("." if decode else ", without their texts; name a tokenizer with --tokenizer for these.")
-        + (f" Load them with datasets.load_dataset('{file}')." if form is ExportFormat.DATASET else ""),
-        highlight=False,
-        soft_wrap=True,
+    text = f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems" + (
+        "." if decode else ", without their texts; name a tokenizer with --tokenizer for these."
     )
-    if result.corrupt:
-        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
+    if form is ExportFormat.DATASET:
+        text += f" Load them with datasets.load_dataset('{file}')."
+    _report_export(text, result.corrupt)
+
+
+def _report_export(text: str, num_corrupt: int) -> None:
+    output = console()
+    output.print(text, highlight=False, soft_wrap=True)
+    if num_corrupt:
+        output.print(f"[yellow]{num_corrupt} entries of the history cannot be read and are not in the file.[/]")
 
 
 def _maintain(maintainer: HistoryMaintainer) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -89,10 +88,12 @@ class JobRecord(StorePart):
         Clients can still read their results for :data:`~rollout_head.limits.JOB_RETENTION_S`.
         """
         await self._client.hset(self._keys.job, "state", "closed")
-        async for batch in _key_batches(self._client, self._keys):
-            pipeline = self._client.pipeline(transaction=False)
-            add_expiry(pipeline, batch)
-            await pipeline.execute()
+        pipeline = self._client.pipeline(transaction=False)
+        async for key in self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN):
+            add_expiry(pipeline, [key])
+            if len(pipeline) >= KEYS_PER_SCAN:
+                await pipeline.execute()
+        await pipeline.execute()
 
     async def set_status(self, status: bytes) -> None:
         """Publish the coordinator's status, which expires if it is not renewed."""
@@ -196,15 +197,3 @@ def _identify(directory: Path) -> str:
         stat = path.stat()
         seen.append(json.dumps([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino]))
     return blake2b("\n".join(seen).encode(), digest_size=16).hexdigest()
-
-
-async def _key_batches(client: redis.asyncio.Redis, keys: MessageKeys) -> AsyncIterator[list[bytes]]:
-    """Yield all keys of a job in batches, as :class:`~rollout_store.job.launcher.LauncherStore` reads them."""
-    batch: list[bytes] = []
-    async for key in client.scan_iter(keys.pattern(), count=KEYS_PER_SCAN):
-        batch.append(key)
-        if len(batch) == KEYS_PER_SCAN:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

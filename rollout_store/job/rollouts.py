@@ -170,7 +170,10 @@ class RolloutStore(StorePart):
         """Return the last partial of each sample."""
         pipeline = self._client.pipeline(transaction=False)
         for request, sample in samples:
-            self._read_partial(pipeline, request, sample)
+            if request.stream:
+                pipeline.xrange(self._keys.tokens(request.request_id, sample))
+            else:
+                pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
         return [_decode_partial(data) for data in await pipeline.execute()]
 
     async def partial_ids(self) -> set[str]:
@@ -181,13 +184,6 @@ class RolloutStore(StorePart):
         """Return what an engine must know before it starts a rollout."""
         entry, cancelled = await self._client.hmget(self._keys.ledger(request_id), [str(sample), "cancelled"])
         return StartState(entry is not None, cancelled == b"1")
-
-    def _read_partial(self, pipeline: Any, request: RolloutRequest, sample: int) -> None:
-        """Add a command to *pipeline*, for whose reply :func:`_decode_partial` returns the last partial of a sample."""
-        if request.stream:
-            pipeline.xrange(self._keys.tokens(request.request_id, sample))
-        else:
-            pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
 
 
 def _decode_partial(reply: bytes | list[tuple[bytes, dict[bytes, bytes]]] | None) -> Partial | None:

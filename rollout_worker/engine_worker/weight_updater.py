@@ -95,10 +95,6 @@ class WeightDirectories:
             )
 
 
-class MissedWeightsError(UnusableWeightsError):
-    """A trainer has sent weights from its memory without this engine."""
-
-
 class WeightUpdater:
     """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has.
 
@@ -263,7 +259,7 @@ class WeightUpdater:
         if transfer is None:
             raise ValueError("the weights are in a directory")
         if self._lease.engine_id not in transfer.engines:
-            raise MissedWeightsError(
+            raise UnusableWeightsError(
                 f"weight version {version} was sent from a trainer's memory before this engine joined. It waits for "
                 "the next version, or for these weights from a directory under a later version, and takes no rollouts "
                 "meanwhile if another engine has them"

@@ -476,7 +476,7 @@ def _parse_history_name(history: str) -> HistoryKeys:
 def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
     """Return a row of ``ls``; for a history that cannot be read, the error."""
     try:
-        plan = HistoryMaintainer(client, keys, token="", retention=None).survey()
+        plan = HistoryMaintainer(client, keys, token="", retention=None).planner.survey()
     except (ValueError, ResponseError) as error:
         return {"history": keys.full_name, "error": f"{type(error).__name__}: {error}"}
     info = {} if plan.info is None else asdict(plan.info)

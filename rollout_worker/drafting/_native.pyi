@@ -1,10 +1,12 @@
 # Type stubs of the C++ extension, whose source is in native/.
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+_TokenIds: TypeAlias = npt.NDArray[np.uint32] | Sequence[int]
 
 class Draft:
     @property
@@ -25,7 +27,27 @@ class SuffixIndex:
     # Methods that return Any, or take it, are overridden by rollout_worker.drafting.index.SuffixIndex.
 
     def __init__(self, depth: int, threads: int, max_bytes: int, pool_tokens: int, draft_ahead: bool) -> None: ...
-    def add(self, problem: str, rollouts: Any) -> int: ...
+    def add(
+        self,
+        problem: str,
+        rollouts: Iterable[
+            tuple[str, int, _TokenIds]
+            | tuple[str, int, _TokenIds, _TokenIds]
+            | tuple[str, int, _TokenIds, _TokenIds, float | None]
+        ],
+    ) -> int:
+        """Add finished responses to a problem's history and return how many were new.
+
+        All become visible to drafts at the same time. A rollout id that the problem already has, or that occurred
+        earlier in the same call, is ignored, whatever its tokens are. An empty response is recorded, but contributes
+        nothing to drafts. A generation is a signed 64-bit integer.
+
+        Raises:
+            ValueError: for a token id out of range, an array that is not one-dimensional, or a reward that is not
+                finite; nothing is added.
+            TypeError: for a rollout that is not (str, int, token ids[, token ids[, reward]]); nothing is added.
+        """
+
     def set_rewards(self, problem: str, rewards: dict[str, float]) -> int: ...
     def drop_rollout(self, problem: str, rollout_id: str) -> bool:
         """Remove a rollout and return whether it existed. Its id can be added again."""
@@ -60,7 +82,7 @@ class SuffixIndex:
     def total_bytes(self) -> int: ...
     def problem_bytes(self, problem: str) -> int: ...
     def open(self, *args: Any, **kwargs: Any) -> int: ...
-    def extend(self, handle: int, tokens: npt.NDArray[np.uint32] | Sequence[int]) -> None:
+    def extend(self, handle: int, tokens: _TokenIds) -> None:
         """Append sampled tokens to a request's response and learn from them.
 
         They are compared with the request's last draft, from the position that the previous call has reached.
@@ -70,7 +92,7 @@ class SuffixIndex:
             ValueError: for a token id out of range; the request is unchanged.
         """
 
-    def extend_batch(self, handles: Sequence[int], tokens: Iterable[npt.NDArray[np.uint32] | Sequence[int]]) -> None:
+    def extend_batch(self, handles: Sequence[int], tokens: Iterable[_TokenIds]) -> None:
         """Extend many requests in one call without the GIL: request ``handles[i]`` by ``tokens[i]``.
 
         Raises the same errors as `extend`, and ValueError for arguments of different lengths; all requests are

@@ -55,7 +55,7 @@ siblings sampled in the same step. Without ``draft_ahead``, the step does all th
 on timing.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -241,29 +241,6 @@ class SuffixIndex(_native.SuffixIndex):
         if pool_tokens < 0:
             raise ValueError(f"pool_tokens must be 0 or more, got {pool_tokens}")
         super().__init__(depth, threads, max_bytes or 0, pool_tokens, draft_ahead)
-
-    def add(
-        self,
-        problem: str,
-        rollouts: Iterable[
-            Rollout
-            | tuple[str, int, TokenIds]
-            | tuple[str, int, TokenIds, TokenIds]
-            | tuple[str, int, TokenIds, TokenIds, float | None]
-        ],
-    ) -> int:
-        """Add finished responses to a problem's history and return how many were new.
-
-        All become visible to drafts at the same time. A rollout id that the problem already has, or that occurred
-        earlier in the same call, is ignored, whatever its tokens are. An empty response is recorded, but contributes
-        nothing to drafts. A generation is a signed 64-bit integer.
-
-        Raises:
-            ValueError: for a token id out of range, an array that is not one-dimensional, or a reward that is not
-                finite; nothing is added.
-            TypeError: for a rollout that is not (str, int, token ids[, token ids[, reward]]); nothing is added.
-        """
-        return super().add(problem, rollouts)
 
     def set_rewards(self, problem: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of a problem's rollouts by rollout id, and return how many of these rollouts exist.

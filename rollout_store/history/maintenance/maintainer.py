@@ -106,7 +106,7 @@ class HistoryMaintainer:
         self._retention = retention
         self._stopping = stopping or threading.Event()
         self._store = HistoryStore.for_all_generations(client, keys)
-        self._planner = MaintenancePlanner(self._store, retention=retention, clock=self._clock)
+        self.planner = MaintenancePlanner(self._store, retention=retention, clock=self._clock)
 
     def run_once(self, *, ignore_lease: bool = False) -> MaintenanceResult:
         """Plan and execute one run, if no other maintainer holds the lease. With *ignore_lease*, run in any case."""
@@ -122,7 +122,7 @@ class HistoryMaintainer:
         plan = self.plan()
         run = MaintenanceRun(
             self._store,
-            self._planner,
+            self.planner,
             plan,
             may_continue=may_continue,
             clock=self._clock,
@@ -136,13 +136,9 @@ class HistoryMaintainer:
         run.result.seconds = time.monotonic() - started
         return run.result
 
-    def survey(self) -> MaintenancePlan:
-        """Return the size of the history and whether it has expired; nothing else is planned."""
-        return self._planner.survey()
-
     def plan(self) -> MaintenancePlan:
         """Return what a run would do now; nothing is changed."""
-        return self._planner.plan()
+        return self.planner.plan()
 
     def _server_time(self) -> float:
         seconds, microseconds = self._client.time()

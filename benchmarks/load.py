@@ -58,7 +58,7 @@ from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import EngineCounters
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine_worker import EngineWorker
-from rollout_worker.engine_worker.weight_updater import WeightDirectories
+from rollout_worker.engine_worker.published_weights import WeightDirectories
 from tests.support.redis_servers import Server
 
 UID = "load"

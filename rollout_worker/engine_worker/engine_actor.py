@@ -34,7 +34,7 @@ from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.engine_group import EngineGroup
 from rollout_worker.engine_worker.engine_setup import engine_config
 from rollout_worker.engine_worker.fleet import EngineState
-from rollout_worker.engine_worker.weight_updater import WeightDirectories
+from rollout_worker.engine_worker.published_weights import WeightDirectories
 
 logger = logging.getLogger(__name__)
 _EXIT_FAILED = 1

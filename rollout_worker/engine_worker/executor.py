@@ -17,9 +17,9 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
+from rollout_worker.engine_worker.published_weights import PublishedWeights
 from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
-from rollout_worker.engine_worker.weight_updater import WeightUpdater
 
 MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
@@ -39,7 +39,7 @@ class RolloutExecutor:
         checkpoints: CheckpointWriter,
         token_streams: TokenStreams,
         prefetcher: HistoryPrefetcher,
-        weights: WeightUpdater,
+        weights: PublishedWeights,
         checkpoint_tokens: int,
     ) -> None:
         self._engine, self._job_store, self._lease = engine, job_store, lease

@@ -17,9 +17,9 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.executor import RequestCache, RolloutExecutor
 from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease, EngineMonitor
+from rollout_worker.engine_worker.published_weights import PublishedWeights, WeightDirectories
 from rollout_worker.engine_worker.running import RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStreams
-from rollout_worker.engine_worker.weight_updater import WeightDirectories, WeightUpdater
 from rollout_worker.policy.governor import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class InboxReader:
         lease: EngineLease,
         running: RunningRollouts,
         executor: RolloutExecutor,
-        weights: WeightUpdater,
+        weights: PublishedWeights,
         pause: PauseUpdater,
     ) -> None:
         self._job_store, self._lease, self._running = job_store, lease, running
@@ -112,9 +112,9 @@ class InboxReader:
         if order.kind is OrderKind.CANCEL:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
-            self._weights.request_update()
+            self._weights.request_load()
         elif order.kind is OrderKind.INIT_TRANSFER:
-            self._weights.request_join()
+            self._weights.request_transfer_init()
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
         await self._job_store.assignments.acknowledge(self._lease.engine_id, order.order_id)
@@ -130,7 +130,7 @@ class EngineWorker:
     - :class:`RolloutExecutor` produces the assigned rollouts,
     - :class:`CheckpointWriter` writes their partials,
     - :class:`TokenStreams` writes the tokens of those that are streamed,
-    - :class:`WeightUpdater` loads published weights,
+    - :class:`PublishedWeights` loads published weights,
     - :class:`PauseUpdater` pauses and resumes the engine,
     - :class:`HistoryPrefetcher` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
@@ -172,7 +172,7 @@ class EngineWorker:
         self._token_streams = TokenStreams(job_store)
         self._prefetcher = HistoryPrefetcher(engine, store, job_store.keys.uid)
         self._lease = EngineLease(engine, job_store, report, self._running, self._checkpoints)
-        self._weights = WeightUpdater(engine, job_store, directories, self._lease, self._running, self._prefetcher)
+        self._weights = PublishedWeights(engine, job_store, directories, self._lease, self._running, self._prefetcher)
         self._executor = RolloutExecutor(
             engine,
             job_store,
@@ -215,7 +215,7 @@ class EngineWorker:
             EngineError: if the engine has died; its rollouts continue on other engines.
         """
         await self._executor.synchronize_clock()
-        await self._weights.update()  # before the engine takes any work
+        await self._weights.load()  # before the engine takes any work
         await self._lease.register()
         on_serving()
         loops = [
@@ -226,7 +226,7 @@ class EngineWorker:
                 self._checkpoints.run(),
                 self._token_streams.run(),
                 self._weights.run(),
-                self._weights.run_joins(),
+                self._weights.run_transfer_inits(),
                 self._pause.run(),
                 self._prefetcher.run(),
                 self._monitor.run(),

@@ -95,7 +95,7 @@ class WeightDirectories:
             )
 
 
-class WeightUpdater:
+class PublishedWeights:
     """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has.
 
     An engine that has missed weights from a trainer's memory reports so and waits for the next version. The coordinator
@@ -113,22 +113,22 @@ class WeightUpdater:
     ) -> None:
         self._engine, self._job_store, self._directories = engine, job_store, directories
         self._lease, self._running, self._prefetcher = lease, running, prefetcher
-        self._requested, self._join_requested = asyncio.Event(), asyncio.Event()
-        self._updating = asyncio.Lock()
+        self._requested, self._init_requested = asyncio.Event(), asyncio.Event()
+        self._loading = asyncio.Lock()
         self._is_sending = False
         """Whether the trainer has begun to send the weights of the last transfer."""
 
-    def request_update(self) -> None:
+    def request_load(self) -> None:
         """Load the published weights soon; weights that could not be loaded before are tried again."""
         self._lease.report.failed.clear()
         self._requested.set()
 
-    def request_join(self) -> None:
+    def request_transfer_init(self) -> None:
         """Join the trainer's group in the job's record soon."""
-        self._join_requested.set()
+        self._init_requested.set()
 
     async def run(self) -> None:
-        """Load weights whenever an update is requested, until cancelled.
+        """Load weights whenever that is requested, until cancelled.
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
@@ -136,17 +136,17 @@ class WeightUpdater:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            await self.update()
+            await self.load()
 
-    async def run_joins(self) -> None:
+    async def run_transfer_inits(self) -> None:
         """Join a trainer's group whenever it is requested, until cancelled.
 
         Raises:
             EngineError: if the engine has stopped.
         """
         while True:
-            await self._join_requested.wait()
-            self._join_requested.clear()
+            await self._init_requested.wait()
+            self._init_requested.clear()
             group, report = await self._job_store.job.transfer_group(), self._lease.report
             if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
                 continue
@@ -174,35 +174,35 @@ class WeightUpdater:
         return ""
 
     async def serves(self, version: int) -> bool:
-        """Return whether new rollouts are sampled with *version*, once the current update has finished."""
+        """Return whether new rollouts are sampled with *version*, once the current load has finished."""
         if version != self._lease.report.upcoming_version:
             return False
-        async with self._updating:
+        async with self._loading:
             return self._lease.report.version == version
 
     async def serves_since(self, version: int) -> bool:
-        """Return whether new rollouts are sampled with *version* or a later one, once the current update has finished.
+        """Return whether new rollouts are sampled with *version* or a later one, once the current load has finished.
 
-        It does not wait for the update if the weights that are served now are new enough.
+        It does not wait for it if the weights that are served now are new enough.
         """
         report = self._lease.report
         if report.version >= version:
             return True
         if report.upcoming_version < version:
             return False
-        async with self._updating:
+        async with self._loading:
             return report.version >= version
 
-    async def update(self) -> None:
+    async def load(self) -> None:
         """Load the published weights that are not served yet, and report the outcome.
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
         """
-        async with self._updating:
-            await self._update()
+        async with self._loading:
+            await self._load_published()
 
-    async def _update(self) -> None:
+    async def _load_published(self) -> None:
         report = self._lease.report
         updates = await self._job_store.job.weights()
         if report.missed is not None and report.missed not in [update.weight_version for update in updates]:
@@ -217,10 +217,10 @@ class WeightUpdater:
                 report.loads += 1
                 report.failed[version] = f"the adapter needs the full weights of version {base}, which are not loaded"
                 continue
-            await self._try_update(update, served)
+            await self._try_load(update, served)
         await self._lease.renew()
 
-    async def _try_update(self, update: WeightUpdate, served: int) -> None:
+    async def _try_load(self, update: WeightUpdate, served: int) -> None:
         version, report = update.weight_version, self._lease.report
         started, self._is_sending = time.monotonic(), False
         report.loading = version
@@ -273,9 +273,11 @@ class WeightUpdater:
                 f"the trainer sends differences to weight version {transfer.base}, which the engine does not have; "
                 "publish all weights from a directory"
             )
-        return lambda engine: engine.load_transferred(self._receive(update), version, update.mode, transfer.update_info)
+        return lambda engine: engine.load_transferred(
+            self._transfer_updates(update), version, update.mode, transfer.update_info
+        )
 
-    async def _receive(self, update: WeightUpdate) -> AsyncIterator[dict[str, Any]]:
+    async def _transfer_updates(self, update: WeightUpdate) -> AsyncIterator[dict[str, Any]]:
         """Yield what the trainer announces, until it has sent all weights.
 
         Raises:

@@ -9,12 +9,12 @@ import pytest
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_store.job import EngineReport
 from rollout_tools.cli.job_status import missing_coordinator, problems, problems_of_ended_job
-from tests.support.status_boards import status_board
+from tests.support.job_status import job_status
 
 
 def status(**changes: Any) -> CoordinatorStatus:
     """Return the status of a job with one engine, with changed fields."""
-    board = status_board({"e": EngineReport("engine-0", "worker", max_running=16)})
+    board = job_status({"e": EngineReport("engine-0", "worker", max_running=16)})
     assert board.last is not None
     return cast(CoordinatorStatus, board.last | changes)
 

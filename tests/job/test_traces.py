@@ -26,7 +26,7 @@ from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect
 from rollout_head.child_services import JobServices
 from rollout_head.coordinator import Coordinator
-from rollout_head.limits import CoordinatorLimits
+from rollout_head.coordinator.state import CoordinatorLimits
 from rollout_head.relay import Relay
 from rollout_head.tracing import (
     TraceExporter,

@@ -39,7 +39,7 @@ from rollout_api.integrations.verl import JobReplica, JobServer, job_of, to_job_
 from rollout_api.integrations.verl_settings import FILES_NAME, NAME, REDIS_URL_VARIABLE
 from rollout_api.integrations.verl_version import check
 from rollout_api.integrations.verl_weights import FileCheckpointEngine, JobCheckpointEngine
-from rollout_head.coordinator.open_request import OpenRequest
+from rollout_head.coordinator.open_requests import OpenRequest
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 

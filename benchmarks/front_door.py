@@ -42,7 +42,7 @@ from benchmarks.redis_server import redis_server
 from benchmarks.simulated_step import environment as simulated_step
 from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.ports import free_port
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
 from tests.support.manifests import SMALL_CPU_ENGINE

@@ -52,13 +52,13 @@ from rollout_api.redis_client.connection import connect
 from rollout_head.services import Service
 from rollout_store.history.records import START
 from rollout_store.job.setup import JobSetup
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.metrics import EngineCounters
+from rollout_worker.engine.engine import EngineCounters
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine_worker import EngineWorker
-from rollout_worker.engine_worker.weight_directories import WeightDirectories
+from rollout_worker.engine_worker.published_weights import WeightDirectories
 from tests.support.redis_servers import Server
 
 UID = "load"

@@ -67,7 +67,7 @@ def model_directory(name: str) -> Path:
     if name in MODELS:
         return MODELS[name](positions=POSITIONS)
     if name == "tiny":
-        from rollout_store.runtime.command_line import default_cache
+        from rollout_store.models.model_source import default_cache
         from rollout_tools.tiny_model import ensure
 
         return ensure(default_cache() / "das" / "tiny-qwen3")[-1]

@@ -39,7 +39,7 @@ from scipy import stats
 
 from benchmarks.figures import Figure, report, save_svg, write_figures
 from benchmarks.redis_server import redis_server
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from rollout_head.services import EXIT_SUPERSEDED, Service
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.child_process import spawn_with_parent
 

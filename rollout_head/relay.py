@@ -19,20 +19,23 @@ from rollout_api.redis_client.retry import concerns_server, retry
 from rollout_head.tracing import SpanData, TraceExporter, span_of_append
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import AppendResult, HistoryStore
-from rollout_store.job.incoming import Entry, arrival_time
-from rollout_store.job.limits import (
-    FAILURE_LOG_INTERVAL_S,
-    RELAY_BATCH,
-    RELAY_BATCH_INTERVAL_S,
-    RELAY_RETRY_DELAY_S,
-    RELAY_STOP_TIMEOUT_S,
-    RELAY_WAIT_S,
-)
-from rollout_store.job.outbox import HistoryStream, Outbox
-from rollout_store.job.request_trace import RequestTrace
+from rollout_store.job.requests import RequestTrace
+from rollout_store.job.streams import Entry, HistoryStream, Outbox, arrival_time
 
 logger = logging.getLogger(__name__)
 
+_FAILURE_LOG_INTERVAL_S = 30.0
+"""Seconds between two log messages about a continuing failure."""
+_BATCH_INTERVAL_S = 0.05
+"""Seconds for which rollouts are collected before the next batch, unless the last one was full."""
+_WAIT_S = 0.5
+"""Maximum seconds for which a read waits for the first entry."""
+_RETRY_DELAY_S = 1.0
+"""Seconds after which a failed batch is repeated."""
+_BATCH = 256
+"""Maximum number of entries of each stream in one batch."""
+_STOP_TIMEOUT_S = 15.0
+"""Seconds to wait for the batch in progress when the relay is stopped."""
 _Message = TypeVar("_Message")
 _RewardsByProblem = dict[str, dict[str, float]]
 """Problem id → rollout id → reward."""
@@ -73,7 +76,7 @@ class Relay:
     def stop(self) -> None:
         """Stop the thread after its current batch; the remaining entries stay in Redis."""
         self._stopping.set()
-        self._thread.join(timeout=RELAY_STOP_TIMEOUT_S)
+        self._thread.join(timeout=_STOP_TIMEOUT_S)
 
     def drain(self) -> None:
         """Move all current entries, in the calling thread.
@@ -91,28 +94,28 @@ class Relay:
                 moved = retry(self._wait_and_move_batch)
                 self._failure = None
             except Exception as error:  # the relay must outlive every error; entries wait in Redis meanwhile
-                if self._failure is None or time.monotonic() - logged_at > FAILURE_LOG_INTERVAL_S:
+                if self._failure is None or time.monotonic() - logged_at > _FAILURE_LOG_INTERVAL_S:
                     logged_at = time.monotonic()
                     logger.error(
                         "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error
                     )
                 moved, self._failure = 0, error
             if self._failure is not None:
-                self._stopping.wait(RELAY_RETRY_DELAY_S)
-            elif moved < RELAY_BATCH:
-                self._stopping.wait(RELAY_BATCH_INTERVAL_S)
+                self._stopping.wait(_RETRY_DELAY_S)
+            elif moved < _BATCH:
+                self._stopping.wait(_BATCH_INTERVAL_S)
 
     def _wait_and_move_batch(self) -> int:
-        self._outbox.wait(RELAY_WAIT_S)
+        self._outbox.wait(_WAIT_S)
         return self._move_batch()
 
     def _move_batch(self) -> int:
         """Move the oldest entries; return how many there were."""
         # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
         # and stored only when the outbox has been emptied.
-        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=RELAY_BATCH)
+        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=_BATCH)
         self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
-        if len(rollouts) < RELAY_BATCH:
+        if len(rollouts) < _BATCH:
             self._move(HistoryStream.REWARDS, rewards, self._decode_rewards, self._set_rewards)
         return len(rollouts) + len(rewards)
 

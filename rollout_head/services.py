@@ -26,7 +26,7 @@ from rollout_head.tracing import TraceExporter
 from rollout_store.history.maintenance.maintainer import MaintenanceThread
 from rollout_store.job import StaleCoordinatorError
 from rollout_store.job.setup import JobSetup
-from rollout_store.runtime.log_files import logging_to_file
+from rollout_store.runtime.output import logging_to_file
 
 logger = logging.getLogger(__name__)
 

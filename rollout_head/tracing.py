@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from rollout_api.protocol.messages import FinishReason, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
-from rollout_store.job.limits import MAX_WAITING_SPANS, TRACE_FLUSH_TIMEOUT_S
-from rollout_store.job.request_trace import RequestTrace, span_id_of
+from rollout_store.job.requests import RequestTrace, span_id_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITING_SPANS = 20_000
+"""Number of spans that wait for the collector of traces; further ones are dropped."""
+_TRACE_FLUSH_TIMEOUT_S = 3.0
+"""Seconds for which a process that ends waits for the collector of traces."""
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """Environment variables that ask for traces; one of them is enough."""
 _PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -197,7 +200,7 @@ class TraceExporter:
             resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
         # A step may end with more spans than the SDK keeps by default.
-        waiting = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", MAX_WAITING_SPANS))
+        waiting = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _MAX_WAITING_SPANS))
         self._provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(), max_queue_size=waiting))
         self._tracer = self._provider.get_tracer(f"das-rollout.{service}")
 
@@ -236,7 +239,7 @@ class TraceExporter:
         # The SDK's own timeout of 30 seconds cannot be changed.
         flushing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         flushing.start()
-        flushing.join(TRACE_FLUSH_TIMEOUT_S)
+        flushing.join(_TRACE_FLUSH_TIMEOUT_S)
 
     def _request(self, request: RequestTrace, caller: Context) -> Context:
         """Return the context of the children of a request's span.

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
-from rollout_worker.engine_worker.local_ray import configure_ray
+from rollout_worker.engine_worker.engines import configure_ray
 
 # Four processes run tests on machines with two cores, so an example may be delayed for longer than Hypothesis's default
 # of 0.2 s. Examples that take seconds are still found.

@@ -30,13 +30,27 @@ class FixedBelow(Fixed):
         return budgets if len(rows) <= self._max_running else budgets._replace(tokens=np.zeros(len(rows), np.int64))
 
 
-class WithThreshold:
+class WithThreshold(DraftPolicy):
     """A policy whose drafts end before the first token whose survival is below a constant."""
 
     def __init__(self, policy: DraftPolicy, min_survival: float) -> None:
         self._policy, self._min_survival = policy, min_survival
-        self.open, self.close = policy.open, policy.close
-        self.advance, self.add_unobserved = policy.advance, policy.add_unobserved
+
+    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """See :meth:`DraftPolicy.open`."""
+        return self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
+        """See :meth:`DraftPolicy.advance`."""
+        self._policy.advance(rows, tokens, drafted)
+
+    def add_unobserved(self, row: int, tokens: int) -> None:
+        """See :meth:`DraftPolicy.add_unobserved`."""
+        self._policy.add_unobserved(row, tokens)
+
+    def close(self, row: int) -> None:
+        """See :meth:`DraftPolicy.close`."""
+        self._policy.close(row)
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""

@@ -10,7 +10,7 @@ import numpy as np
 from rollout_api.length_stats import LengthStats
 from rollout_head.coordinator.remaining_length import remaining_quantiles
 from rollout_store.arrays import Floats, Integers, with_row
-from rollout_worker.policy.draft_policy import BoundedPolicy, Column, DraftBudgets, DraftLimits
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits, DraftPolicy
 from rollout_worker.policy.step_cost import StepCost
 
 LENGTH_QUANTILES = 8
@@ -58,7 +58,7 @@ class ReplanSchedule:
         return True
 
 
-class LengthPredictingPolicy(BoundedPolicy):
+class LengthPredictingPolicy(DraftPolicy):
     """Base class of policies that predict the lengths of the running rollouts."""
 
     def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:

@@ -14,9 +14,8 @@ from rollout_head.coordinator.orders import EngineOrders
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_store.history.store import LengthLookup
 from rollout_store.job import Admission, Entry, JobStore, Stream, arrival_time
-from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.engine_errors import AdmissionError
 from rollout_store.job.requests import RequestProgress
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_head.coordinator.remaining_length import SimilarRollouts
 from rollout_store.history.store import NO_LENGTH_STATS
-from rollout_store.job.limits import RUNNING_LENGTH_STEP
 
+_RUNNING_LENGTH_STEP = 64
+"""Tokens to which estimated lengths of running rollouts are rounded, so that similar ones are counted together."""
 _HISTORY_WEIGHT = 2
 """Weight of the history's mean length in a prediction, in rollouts of the group itself."""
 _MAX_LENGTHS = 128
@@ -119,7 +120,7 @@ class OpenRequest:
     def estimated_tokens(self, sample: int, rate: float, now: float) -> int:
         """Estimate how many tokens a running sample has, at *rate* tokens per second since its assignment."""
         elapsed = now - self.assigned_at.get(sample, now)
-        estimate = round(rate * elapsed / RUNNING_LENGTH_STEP) * RUNNING_LENGTH_STEP
+        estimate = round(rate * elapsed / _RUNNING_LENGTH_STEP) * _RUNNING_LENGTH_STEP
         return min(self.request.sampling.max_tokens - 1, estimate)
 
     def remaining_work(self, rate: float, now: float) -> Iterator[SimilarRollouts]:

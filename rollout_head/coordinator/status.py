@@ -15,10 +15,13 @@ from rollout_head.coordinator.remaining_length import RemainingWork, estimate_re
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_head.coordinator.timeline import TimelineRecorder
 from rollout_store.job import EngineReport, JobStore
-from rollout_store.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 
 logger = logging.getLogger(__name__)
 
+_THROUGHPUT_WINDOW_S = 10.0
+"""Seconds over which the speed of sampling is averaged."""
+_MIN_VERIFIED_TOKENS = 4096
+"""Number of tokens by which drafts may be unverified: they may be in flight, or belong to preempted rollouts."""
 _MAX_ESTIMATING_SHARE = 0.05
 """Share of the time that may be spent on estimates of the remaining work."""
 
@@ -207,7 +210,7 @@ class _Throughput:
             self._total += max(0.0, sampled - self._sampled.get(engine, sampled))
             self._sampled[engine] = sampled
         self._marks.append((now, self._total, current))
-        while len(self._marks) > 2 and now - self._marks[0][0] > THROUGHPUT_WINDOW_S:
+        while len(self._marks) > 2 and now - self._marks[0][0] > _THROUGHPUT_WINDOW_S:
             self._marks.popleft()
         seconds = now - self._marks[0][0]
         self.tokens_per_second = (self._total - self._marks[0][1]) / seconds if seconds else 0.0
@@ -245,9 +248,9 @@ class _TimeSavings:
 
 def _drafts_unverified(counters: Mapping[str, float]) -> bool:
     """Return whether vLLM verifies other drafts than those that are proposed: none of them, or different ones."""
-    if "proposed_tokens" not in counters or counters.get("tokens", 0.0) < MIN_VERIFIED_TOKENS:
+    if "proposed_tokens" not in counters or counters.get("tokens", 0.0) < _MIN_VERIFIED_TOKENS:
         return False
     if not counters["decoding_steps"]:
         return True
     proposed, verified = counters["proposed_tokens"], counters["draft_tokens"]
-    return abs(proposed - verified) > MIN_VERIFIED_TOKENS + 0.5 * max(proposed, verified)
+    return abs(proposed - verified) > _MIN_VERIFIED_TOKENS + 0.5 * max(proposed, verified)

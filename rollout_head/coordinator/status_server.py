@@ -10,8 +10,9 @@ from rollout_api.protocol.status import ServedStatus
 from rollout_api.status_token import StatusToken
 from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_head.coordinator.status import StatusBuilder
-from rollout_store.job.limits import STALE_STATUS_S
 
+_STALE_STATUS_S = 8.0
+"""Age of a status, in seconds, from which on Redis is reported as unavailable; a status is made every second."""
 _STARTING = "the coordinator is still reading the job's state"
 
 
@@ -29,7 +30,7 @@ class StatusServer(HttpServer):
         if self._builder.last is None:
             return web.json_response({"error": _STARTING}, status=503)
         redis_error = None
-        if self._builder.age_s > STALE_STATUS_S:
+        if self._builder.age_s > _STALE_STATUS_S:
             redis_error = f"Redis has not answered the coordinator for {self._builder.age_s:.0f} s"
         status: ServedStatus = {**self._builder.last, "redis_error": redis_error}
         return web.json_response(status)

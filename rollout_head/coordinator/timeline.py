@@ -15,11 +15,57 @@ from rollout_head.coordinator.orders import EngineOrders
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_head.tracing import SpanData, TraceExporter, span_of_request, spans_of_rollout
 from rollout_store.job import JobStore
-from rollout_store.job.limits import ENTRIES_PER_PAGE, MEASUREMENT_INTERVAL_S
-from rollout_store.job.request_trace import RequestTrace
+from rollout_store.job.requests import RequestTrace
+from rollout_store.job.streams import ENTRIES_PER_PAGE
 from rollout_store.job.timeline import EndedEntry, resolution
 
 logger = logging.getLogger(__name__)
+
+_MEASUREMENT_INTERVAL_S = 1.0
+"""Shortest time between two measurements in the timeline."""
+_MEASUREMENT_INTERVAL_S = 1.0
+"""Shortest time between two measurements in the timeline."""
+THROUGHPUT_WINDOW_S = 10.0
+"""Seconds over which the speed of sampling is averaged."""
+MIN_VERIFIED_TOKENS = 4096
+"""Number of tokens by which drafts may be unverified: they may be in flight, or belong to preempted rollouts."""
+STALE_STATUS_S = 8.0
+"""Age of a status, in seconds, from which on Redis is reported as unavailable; a status is made every second."""
+RUNNING_LENGTH_STEP = 64
+"""Tokens to which estimated lengths of running rollouts are rounded, so that similar ones are counted together."""
+
+# Traces
+
+MAX_WAITING_SPANS = 20_000
+"""Number of spans that wait for the collector of traces; further ones are dropped."""
+TRACE_FLUSH_TIMEOUT_S = 3.0
+"""Seconds for which a process that ends waits for the collector of traces."""
+
+# The relay
+
+FAILURE_LOG_INTERVAL_S = 30.0
+"""Seconds between two log messages about a continuing failure."""
+RELAY_BATCH_INTERVAL_S = 0.05
+"""Seconds for which rollouts are collected before the next batch, unless the last one was full."""
+RELAY_WAIT_S = 0.5
+"""Maximum seconds for which a read waits for the first entry."""
+RELAY_RETRY_DELAY_S = 1.0
+"""Seconds after which a failed batch is repeated."""
+RELAY_BATCH = 256
+"""Maximum number of entries of each stream in one batch."""
+RELAY_STOP_TIMEOUT_S = 15.0
+"""Seconds to wait for the batch in progress when the relay is stopped."""
+
+# The trainer of a dataset source
+
+OUTBOX_POLL_INTERVAL_S = 0.05
+"""Seconds between two checks whether all finished rollouts are in the history, and whether counters are current."""
+PROGRESS_INTERVAL_S = 0.5
+"""Seconds between two updates of the progress."""
+FINAL_COUNTERS_TIMEOUT_S = 10.0
+"""Seconds to wait for final counters; longer than they take through Redis, the coordinator and the job's status."""
+REWARDS_PER_REPORT = 256
+"""Number of rewards in one report."""
 
 
 @dataclass
@@ -115,7 +161,7 @@ class TimelineRecorder:
             store = self._job_store
             first = await store.timeline.first_measured_at()
             self._began = now if first is None else now - max(0.0, await store.clock() - first)
-        interval = max(MEASUREMENT_INTERVAL_S, (now - self._began) / resolution(self._num_bytes))
+        interval = max(_MEASUREMENT_INTERVAL_S, (now - self._began) / resolution(self._num_bytes))
         if now - self._measured < interval:
             return
         self._measured = now

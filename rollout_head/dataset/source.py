@@ -39,9 +39,9 @@ from rollout_head.dataset.problems import (
 from rollout_head.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_head.dataset.trainer import DatasetTrainer
 from rollout_head.environment.supervisor import EnvironmentCallError, EnvironmentSupervisor
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import resolve_checkpoint
 from rollout_store.runtime.child_process import spawn_with_parent

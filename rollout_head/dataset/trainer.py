@@ -25,14 +25,16 @@ from rollout_head.dataset.report import EpochMode, EpochRun, JobReport, RolloutR
 from rollout_head.environment.supervisor import EnvironmentCallError, EnvironmentSupervisor
 from rollout_store.history.store import HistoryStore
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
-from rollout_store.job.limits import (
-    FINAL_COUNTERS_TIMEOUT_S,
-    OUTBOX_POLL_INTERVAL_S,
-    PROGRESS_INTERVAL_S,
-    REWARDS_PER_REPORT,
-)
+from rollout_store.job.requests import LedgerEntry
 
+_OUTBOX_POLL_INTERVAL_S = 0.05
+"""Seconds between two checks whether all finished rollouts are in the history, and whether counters are current."""
+_PROGRESS_INTERVAL_S = 0.5
+"""Seconds between two updates of the progress."""
+_FINAL_COUNTERS_TIMEOUT_S = 10.0
+"""Seconds to wait for final counters; longer than they take through Redis, the coordinator and the job's status."""
+_REWARDS_PER_REPORT = 256
+"""Number of rewards in one report."""
 _DRAFT_MODES = {
     EpochMode.DAS: DraftMode.HISTORY,
     EpochMode.NON_SPECULATIVE: DraftMode.OFF,
@@ -287,22 +289,22 @@ class DatasetTrainer:
     async def _update_status(self) -> None:
         while True:
             self.progress.status = self._client.status
-            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
     async def _read_final_counters(self) -> list[dict[str, float]]:
         """Wait for counters that each engine has measured after now; after a timeout, return the last known ones."""
-        now, deadline = time.time(), time.monotonic() + FINAL_COUNTERS_TIMEOUT_S
+        now, deadline = time.time(), time.monotonic() + _FINAL_COUNTERS_TIMEOUT_S
         while True:
             counters = [engine["counters"] for engine in self._client.status.get("engines", [])]
             current = counters and all(each.get("measured_timestamp_seconds", 0) > now for each in counters)
             if current or time.monotonic() > deadline:
                 return counters
-            await asyncio.sleep(OUTBOX_POLL_INTERVAL_S)
+            await asyncio.sleep(_OUTBOX_POLL_INTERVAL_S)
 
     async def _wait_for_relay(self) -> None:
         """Wait until all finished rollouts and rewards are in the history, where the next epoch's drafts come from."""
         while await asyncio.to_thread(retry, self._job_store.num_unrelayed):
-            await asyncio.sleep(OUTBOX_POLL_INTERVAL_S)
+            await asyncio.sleep(_OUTBOX_POLL_INTERVAL_S)
 
 
 class _ScoreReporter:
@@ -320,7 +322,7 @@ class _ScoreReporter:
             await self._results.record({rollout_id: error})
         if reward is not None:
             self._rewards[rollout_id] = reward
-        if len(self._rewards) >= REWARDS_PER_REPORT:
+        if len(self._rewards) >= _REWARDS_PER_REPORT:
             await self.flush()
 
     async def flush(self) -> None:

@@ -133,7 +133,7 @@ def export_history(client: Redis, keys: HistoryKeys, file: Path) -> ExportResult
     )
     problems = records = corrupt = 0
     newest = info.generation
-    with _replacing(file) as raw:
+    with replacing(file) as raw:
         checksum = sha256()
         compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True)
         with compressor.stream_writer(raw, closefd=False) as compressed:
@@ -211,13 +211,8 @@ def import_history(
     """Add the rollouts of an archive to a history, with their generations and rewards.
 
     Nothing is written unless the file is complete. An import that was interrupted can be repeated: rollouts that are
-    there already are left unchanged.
-
-    Args:
-        client: client of the server or cluster.
-        file: the archive.
-        keys: keys of the history, which is created if it does not exist [default: the one that was exported].
-        allow_model_mismatch: accept a history of another model with the same tokenizer.
+    there already are left unchanged. Without *keys*, the history is the one that was exported; it is created if it does
+    not exist.
 
     Raises:
         ArchiveError: the file is not a complete archive.
@@ -376,7 +371,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[IO[bytes]]:
+def replacing(file: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces *file* once it is written to disk, or is deleted if that fails."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 
@@ -36,12 +36,7 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 def query_problems(
     client: Redis, problem_ids: Iterable[str], command: Callable[[Any, str], object]
 ) -> dict[str, Any | None]:
-    """Run one command per problem, many in one round trip.
-
-    Args:
-        client: client of the history's server or cluster.
-        problem_ids: ids of the problems; duplicates are ignored.
-        command: adds the command for a problem to a pipeline.
+    """Run one command per problem, many in one round trip. *command* adds the command for a problem to a pipeline.
 
     Returns:
         Problem id → reply, or None if a key of the problem has the wrong type.
@@ -105,13 +100,12 @@ class StoredProblem:
     """Size of its keys in Redis."""
 
 
-@dataclass(frozen=True)
-class ProblemChange:
+class ProblemChange(NamedTuple):
     """A change of a problem that is recorded in its shard."""
 
-    size: int
-    """New size of the problem's keys in bytes."""
-    length_entries: bytes
+    size: int | str
+    """New size of the problem's keys in bytes; '' if it is unchanged."""
+    length_entries: bytes = b""
     """Entries for the list of recent lengths, one per new rollout."""
 
 
@@ -152,8 +146,7 @@ class ProblemCatalog:
     def changes_since(self, cursors: Mapping[int, float | None]) -> Changes:
         """Return the problems of some shards that have changed, in one round trip.
 
-        Args:
-            cursors: shard → cursor from the last :class:`Changes`, or None to get only a cursor.
+        *cursors* maps each shard to the cursor of the last :class:`Changes`; for None, only a cursor is returned.
         """
         pipeline = self._client.pipeline(transaction=False)
         for shard, since in cursors.items():
@@ -191,12 +184,19 @@ class ProblemCatalog:
 
     def record_changes(self, changes: Mapping[str, ProblemChange]) -> None:
         """Record changed problems, by problem id, in their shards."""
-        self._record({problem_id: (change.size, change.length_entries) for problem_id, change in changes.items()})
+        by_shard: defaultdict[int, list[Any]] = defaultdict(list)
+        for problem_id, (size, length_entries) in changes.items():
+            by_shard[self._keys.shard_of(problem_id)] += [problem_id, size, length_entries]
+        calls = [
+            Call(_RECORD_CHANGES, list(self._keys.shard_keys(shard)), [RECENT_LENGTHS_PER_SHARD, *arguments])
+            for shard, arguments in by_shard.items()
+        ]
+        raise_first_error(run_all(self._client, calls))
 
     def mark_used(self, problem_ids: Iterable[str]) -> None:
         """Record that problems are drafted from; the least recently used ones are evicted first."""
         for batch in batches(list(problem_ids), PROBLEMS_PER_ROUND_TRIP):
-            self._record(dict.fromkeys(batch, ("", b"")))
+            self.record_changes(dict.fromkeys(batch, ProblemChange("")))
 
     def update_size(self, problem_id: str, size: int) -> None:
         """Correct the recorded size of a problem, unless it was deleted in the meantime."""
@@ -233,14 +233,3 @@ class ProblemCatalog:
         ]
         raise_first_error(run_all(self._client, calls))
         return unused
-
-    def _record(self, changes: Mapping[str, tuple[int | str, bytes]]) -> None:
-        """Record sizes (empty: unchanged) and new length entries of problems."""
-        by_shard: defaultdict[int, list[Any]] = defaultdict(list)
-        for problem_id, (size, length_entries) in changes.items():
-            by_shard[self._keys.shard_of(problem_id)] += [problem_id, size, length_entries]
-        calls = [
-            Call(_RECORD_CHANGES, list(self._keys.shard_keys(shard)), [RECENT_LENGTHS_PER_SHARD, *arguments])
-            for shard, arguments in by_shard.items()
-        ]
-        raise_first_error(run_all(self._client, calls))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED, rollout_key
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.server_functions import Redis
+from rollout_store.history.archive import replacing
 from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
@@ -147,11 +146,7 @@ class TableResult:
 def export_parquet(client: Redis, keys: HistoryKeys, file: Path, decode: Decoder | None = None) -> TableResult:
     """Write the rollouts in a history's window to a Parquet file, which is replaced when the export is complete.
 
-    Args:
-        client: a client of the history's Redis.
-        keys: keys of the history.
-        file: the file.
-        decode: returns the texts of tokens; None to leave the column ``text`` empty.
+    Without *decode*, which returns the texts of tokens, the column ``text`` is empty.
 
     Raises:
         UnknownHistoryError: there is no such history.
@@ -163,7 +158,7 @@ def export_parquet(client: Redis, keys: HistoryKeys, file: Path, decode: Decoder
     store, info = HistoryStore.open_existing(client, keys)
     schema = _schema(pyarrow)
     problems = rollouts = corrupt = 0
-    with _replacing(file) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+    with replacing(file) as raw, parquet.ParquetWriter(raw, schema, compression="zstd") as writer:
         pending: list[dict[str, Any]] = []
 
         def write() -> None:
@@ -264,15 +259,3 @@ configs:
 a history of das-rollout. `generation` orders the weight versions of all runs. `draft_sources` says of each token
 whether it was an accepted draft token, and of which source: 0 no, {codes}.
 """
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """Provide the path of a new file that replaces *file* on success and is removed otherwise."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        yield part
-        part.replace(file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

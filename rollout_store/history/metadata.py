@@ -76,13 +76,7 @@ class HistoryMetadata:
     """The metadata of one history."""
 
     def __init__(self, client: Redis, keys: HistoryKeys, *, window: int) -> None:
-        """Prepare access to the metadata; nothing is sent yet.
-
-        Args:
-            client: client of the history's server or cluster.
-            keys: keys of the history.
-            window: number of generations per problem that this process reads.
-        """
+        """Prepare access to the metadata; nothing is sent yet."""
         self._client = client
         self._keys = keys
         self.window = window
@@ -95,10 +89,7 @@ class HistoryMetadata:
     def set_initial(self, tokenizer: str, model: str = "", *, max_bytes: int | None = None) -> None:
         """Set the fields for creating the history again if its server loses it; nothing is sent.
 
-        Args:
-            tokenizer: fingerprint of the tokenizer's vocabulary.
-            model: name of the model; empty if any model is accepted.
-            max_bytes: byte cap in Redis; None for no cap.
+        An empty *model* accepts any; without *max_bytes* there is no byte cap.
         """
         self._initial = {"tokenizer": tokenizer, "model": model, "window": str(self.window)}
         if max_bytes is not None:
@@ -109,11 +100,8 @@ class HistoryMetadata:
     ) -> None:
         """Create the history for a tokenizer and a model, or check that an existing one fits them.
 
-        Args:
-            tokenizer: fingerprint of the tokenizer's vocabulary.
-            model: name of the model; empty if any model is accepted.
-            allow_model_mismatch: accept a history of another model, and add rollouts to it.
-            max_bytes: byte cap in Redis; None to leave it unchanged.
+        With *allow_model_mismatch*, rollouts are added to a history of another model, too. An empty *model* fits any;
+        without *max_bytes*, the byte cap stays unchanged.
 
         Raises:
             HistoryMismatchError: the history holds rollouts of another tokenizer, or of another model and that is
@@ -180,9 +168,8 @@ class HistoryMetadata:
     def merge_versions(self, newest: int, published: Mapping[str, int]) -> int:
         """Add the generations of published versions, for example from an archive; known versions are not changed.
 
-        Args:
-            newest: a generation from which the history continues to count, unless its own is newer.
-            published: generations by ``<run>:<version>``.
+        *published* maps ``<run>:<version>`` to generations. The history continues to count from *newest*, unless its
+        own generation is newer.
 
         Returns:
             The history's newest generation.
@@ -222,9 +209,6 @@ class HistoryMetadata:
 
     def retention_rule(self, newest: int | None = None) -> RetentionRule:
         """Read which generations are kept; create the history again if its server has lost it.
-
-        Args:
-            newest: the newest generation, if the caller knows one.
 
         Raises:
             HistoryMismatchError: a history of another tokenizer has taken the name of this one.

@@ -85,10 +85,6 @@ def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPR
     Columns of similar values compress well: siblings share much of their text, and their ids differ little. Token ids
     are stored as uint16 if all of them fit, otherwise as uint32. ``benchmarks.history`` measures why this is zstd at
     this level and not bit packing. Draft sources are stored as runs, as in messages.
-
-    Args:
-        records: one or more records.
-        level: zstd level.
     """
     tokens, token_bytes = _concatenate([record.tokens for record in records])
     contexts, context_bytes = _concatenate([record.context for record in records])

@@ -47,7 +47,6 @@ MAX_REWARD = 3.4e38
 """Limit of a reward's absolute value: suffix indexes store rewards as float32."""
 ENTRIES_PER_READ = 512
 """Maximum number of log entries of one problem in one read."""
-
 _COMPRESSION_LEVEL = 3
 _MAX_BYTES = 2**24
 """Maximum decompressed size, so that damaged data does not request all memory."""
@@ -138,9 +137,7 @@ class HistoryStatistics:
     def decay_acceptance(self, generation: int, half_life: int) -> None:
         """Decay the acceptance counts, once for each new generation.
 
-        Args:
-            generation: the newest generation.
-            half_life: number of generations after which a count is worth half.
+        After *half_life* generations, a count is worth half.
         """
         call = Call(_DECAY, [self._keys.acceptance_by_age, self._keys.meta], [generation, half_life])
         run(self._client, call)
@@ -161,7 +158,6 @@ def length_stats_of(entries: Iterable[LengthEntry]) -> LengthStats:
 
 
 logger = logging.getLogger(__name__)
-
 _ALL_GENERATIONS = 2**31
 """A window that contains every generation."""
 
@@ -215,13 +211,7 @@ class HistoryStore:
     """
 
     def __init__(self, client: Redis, keys: HistoryKeys, *, window: int) -> None:
-        """Prepare access to a history; nothing is sent yet.
-
-        Args:
-            client: client of the history's server or cluster.
-            keys: keys of the history.
-            window: number of generations per problem that this process reads.
-        """
+        """Prepare access to a history; nothing is sent yet. This process reads *window* generations of each problem."""
         self.client = client
         self.keys = keys
         self.metadata = HistoryMetadata(client, keys, window=window)
@@ -256,10 +246,7 @@ class HistoryStore:
     def append(self, problem_id: str, record: HistoryRecord, *, newest: int | None = None) -> AppendResult:
         """Append a rollout to its problem, atomically and once, and delete rollouts that have left the window.
 
-        Args:
-            problem_id: id of the rollout's problem.
-            record: the rollout.
-            newest: the newest generation of the history, if the caller knows it.
+        *newest* is the newest generation of the history, if the caller knows it.
         """
         (result,) = self.append_all([(problem_id, record)], newest=newest)
         if isinstance(result, redis.ResponseError):

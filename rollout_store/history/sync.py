@@ -74,14 +74,7 @@ class DraftingFeedback:
         interval: float = FEEDBACK_INTERVAL_S,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Prepare reporting; nothing is sent yet.
-
-        Args:
-            store: store of the history.
-            index: the suffix index.
-            interval: seconds between two reports.
-            on_failure: called with the error when a write was refused.
-        """
+        """Prepare reporting; nothing is sent yet. *on_failure* is called with the error when a write was refused."""
         self.history_info: HistoryInfo | None = None
         """Metadata of the history, as of the last report that found it; None before."""
         self._store = store
@@ -220,12 +213,7 @@ class HistorySync:
     ) -> None:
         """Prepare the thread; nothing is read yet.
 
-        Args:
-            store: store of the history.
-            sink: the index.
-            vocabulary: size of the model's vocabulary. Rollouts with other token ids, which might crash the model, are
-                skipped as unreadable.
-            feedback_interval: seconds between two reports of drafting results to the history.
+        Rollouts with token ids outside *vocabulary*, which might crash the model, are skipped as unreadable.
         """
         self.counters = SyncCounters()
         self._store = store

@@ -67,7 +67,8 @@ from rollout_store.history_service.views import (
     show_rollout,
     statistics_document,
 )
-from rollout_store.runtime.command_line import default_cache, exit_with_error
+from rollout_store.models.model_source import default_cache
+from rollout_store.runtime.output import exit_with_error
 
 app = typer.Typer(
     name="rollout-history",
@@ -78,7 +79,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 errors = Console(stderr=True)
-
 _EXIT_FAILED = 1
 _STOP_TIMEOUT_S = 8.0
 """Seconds that the service may take to end; Kubernetes waits for 20."""
@@ -374,14 +374,8 @@ def export_to(
         exit_with_error(EXIT_STATE, "an archive has no texts; pass --format parquet or dataset, or omit --tokenizer")
     with _connected(redis) as client:
         result = export_history(client, _parse_history_name(history), file)
-    output = console()
-    output.print(
-        f"{file}: {result.records:,} rollouts of {result.problems:,} problems, {format_bytes(result.size)}.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if result.corrupt:
-        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
+    text = f"{file}: {result.records:,} rollouts of {result.problems:,} problems, {format_bytes(result.size)}."
+    _report_export(text, result.corrupt)
 
 
 @app.command("import")
@@ -481,7 +475,7 @@ def _parse_history_name(history: str) -> HistoryKeys:
 def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
     """Return a row of ``ls``; for a history that cannot be read, the error."""
     try:
-        plan = HistoryMaintainer(client, keys, token="", retention=None).survey()
+        plan = HistoryMaintainer(client, keys, token="", retention=None).planner.survey()
     except (ValueError, ResponseError) as error:
         return {"history": keys.full_name, "error": f"{type(error).__name__}: {error}"}
     info = {} if plan.info is None else asdict(plan.info)
@@ -540,16 +534,19 @@ def _export_table(history: str, file: Path, redis: str, form: ExportFormat, toke
         export = export_parquet if form is ExportFormat.PARQUET else export_dataset
         decode = _decoder(tokenizer, info.model)
         result = export(client, keys, file, decode)
-    output = console()
-    output.print(
-        f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems"
-        + ("." if decode else ", without their texts; name a tokenizer with --tokenizer for these.")
-        + (f" Load them with datasets.load_dataset('{file}')." if form is ExportFormat.DATASET else ""),
-        highlight=False,
-        soft_wrap=True,
+    text = f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems" + (
+        "." if decode else ", without their texts; name a tokenizer with --tokenizer for these."
     )
-    if result.corrupt:
-        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
+    if form is ExportFormat.DATASET:
+        text += f" Load them with datasets.load_dataset('{file}')."
+    _report_export(text, result.corrupt)
+
+
+def _report_export(text: str, num_corrupt: int) -> None:
+    output = console()
+    output.print(text, highlight=False, soft_wrap=True)
+    if num_corrupt:
+        output.print(f"[yellow]{num_corrupt} entries of the history cannot be read and are not in the file.[/]")
 
 
 def _maintain(maintainer: HistoryMaintainer) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import redis
 from aiohttp import web
@@ -98,11 +99,9 @@ class HistoryService:
     ) -> None:
         """Prepare the service; it connects to nothing yet.
 
-        Args:
-            connect: creates a client; called again after each failure.
-            token: identifies this process as a holder of leases.
-            retention: seconds after which an unused history is deleted; None for never.
-            interval: seconds between two checks which histories are due, and between two attempts to reach Redis.
+        *connect* creates a client, and is called again after each failure. *token* identifies this process as a holder
+        of leases. A history that was unused for *retention* seconds is deleted. *interval* is the time between two
+        checks which histories are due, and between two attempts to reach Redis.
         """
         self.state = ServiceState()
         self._connect = connect
@@ -257,36 +256,22 @@ _GAUGES = {
     "unused_seconds": "Time since the last append to the history or draft from it.",
     "last_maintenance_seconds": "Duration of the last maintenance run.",
 }
-_COUNTERS: dict[str, tuple[str, Callable[[HistoryState], float]]] = {
-    "maintenance_runs": ("Maintenance runs over the history.", lambda state: state.runs),
-    "maintenance_failures": ("Maintenance runs that failed and are retried.", lambda state: state.failed_runs),
-    "maintenance_seconds": ("Time spent in maintenance runs.", lambda state: state.run_seconds),
-    "compacted_problems": ("Problems whose logs were compacted.", lambda state: state.counts.compacted),
-    "trimmed_problems": (
-        "Problems of which rollouts outside the window were deleted.",
-        lambda state: state.counts.trimmed,
-    ),
+_COUNTERS = {
+    "maintenance_runs": ("runs", "Maintenance runs over the history."),
+    "maintenance_failures": ("failed_runs", "Maintenance runs that failed and are retried."),
+    "maintenance_seconds": ("run_seconds", "Time spent in maintenance runs."),
+    "compacted_problems": ("counts.compacted", "Problems whose logs were compacted."),
+    "trimmed_problems": ("counts.trimmed", "Problems of which rollouts outside the window were deleted."),
     "cap_trimmed_problems": (
+        "counts.trimmed_to_cap",
         "Problems of which the oldest rollouts were deleted because of the byte cap.",
-        lambda state: state.counts.trimmed_to_cap,
     ),
-    "empty_problems": (
-        "Problems that were deleted because they had no rollouts.",
-        lambda state: state.counts.deleted_empty,
-    ),
-    "evicted_problems": (
-        "Problems that were deleted because of the byte cap.",
-        lambda state: state.counts.evicted,
-    ),
-    "evicted_bytes": (
-        "Size of the problems that were deleted because of the byte cap.",
-        lambda state: state.counts.evicted_bytes,
-    ),
-    "unreadable_problems": (
-        "Problems that were skipped because a key has the wrong type.",
-        lambda state: state.counts.unreadable,
-    ),
+    "empty_problems": ("counts.deleted_empty", "Problems that were deleted because they had no rollouts."),
+    "evicted_problems": ("counts.evicted", "Problems that were deleted because of the byte cap."),
+    "evicted_bytes": ("counts.evicted_bytes", "Size of the problems that were deleted because of the byte cap."),
+    "unreadable_problems": ("counts.unreadable", "Problems that were skipped because a key has the wrong type."),
 }
+"""Counter → attribute of :class:`HistoryState`, and what it counts."""
 
 
 def _gauge_values(state: HistoryState) -> dict[str, float | None]:
@@ -334,10 +319,10 @@ class HistoryCollector:
                 if (value := gauges.get(name)) is not None:
                     gauge.add_metric([history], value)
             yield gauge
-        for name, (description, value_of) in _COUNTERS.items():
+        for name, (attribute, description) in _COUNTERS.items():
             counter = CounterMetricFamily(_PREFIX + name, description, labels=["history"])
             for state in histories:
-                counter.add_metric([state.history], value_of(state))
+                counter.add_metric([state.history], attrgetter(attribute)(state))
             yield counter
 
 

@@ -159,13 +159,7 @@ def length_quantiles(lengths: LengthStats) -> dict[float, float | None]:
 def statistics_document(
     keys: HistoryKeys, lengths: LengthStats, acceptance: Mapping[int, tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the statistics in the form of ``rollout history stats --json``.
-
-    Args:
-        keys: the history.
-        lengths: lengths of its latest rollouts.
-        acceptance: (drafted, accepted) draft tokens by age.
-    """
+    """Return the statistics in the form of ``rollout history stats --json``."""
     return {
         "history": keys.full_name,
         "rollouts": lengths.count,
@@ -254,14 +248,7 @@ def legend() -> Text:
 
 
 def show_rollout(number: int, record: HistoryRecord, contents: ProblemContents, decode: Decoder) -> RenderableType:
-    """Return a heading and the text of a rollout.
-
-    Args:
-        number: number of the rollout in the table of all.
-        record: the rollout.
-        contents: the rollouts of its problem.
-        decode: returns the texts of tokens.
-    """
+    """Return a heading and the text of a rollout. *number* is its place in the table of all."""
     return Group(heading(number, record, contents), styled_text(record, decode, frozenset()))
 
 
@@ -270,11 +257,7 @@ def compare_rollouts(
 ) -> RenderableType:
     """Return two rollouts side by side. Tokens that only one of them has are reversed.
 
-    Args:
-        numbers: numbers of the rollouts in the table of all.
-        records: the rollouts.
-        contents: the rollouts of their problem.
-        decode: returns the texts of tokens.
+    The *numbers* are their places in the table of all.
     """
     first, second = ([int(token) for token in record.tokens[:MAX_SHOWN_TOKENS]] for record in records)
     different = differing_tokens(first, second)
@@ -305,10 +288,7 @@ def heading(number: int, record: HistoryRecord, contents: ProblemContents) -> Te
 def styled_text(record: HistoryRecord, decode: Decoder, emphasized: frozenset[int]) -> Text:
     """Return the text of a rollout. The color of a token is that of its source.
 
-    Args:
-        record: the rollout.
-        decode: returns the texts of tokens.
-        emphasized: indices of tokens to emphasize.
+    The tokens with the indices *emphasized* stand out.
     """
     text = Text()
     for index, (piece, code) in enumerate(_pieces(record, decode)):

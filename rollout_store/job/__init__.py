@@ -7,10 +7,9 @@ full; all others, and those of :attr:`JobStore.once`, raise :class:`redis.RedisE
 
 from rollout_store.job.assignments import Assignment, Order, OrderKind, StaleCoordinatorError
 from rollout_store.job.engines import EngineReport, LeaseState
-from rollout_store.job.events import RolloutEvent
-from rollout_store.job.incoming import Entry, Stream, arrival_time
 from rollout_store.job.requests import Admission
 from rollout_store.job.store import JobStore
+from rollout_store.job.streams import Entry, RolloutEvent, Stream, arrival_time
 from rollout_store.job.timeline import RolloutProgress
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial
-from rollout_store.job.engine_errors import AdmissionError
 
 
 def can_continue(sampling: Sampling) -> bool:
@@ -98,3 +97,7 @@ def check_admission(
             "sampling.topLogprobs requires ranks and top_logprobs of the prefix, but it lacks them; add them or omit "
             "the prefix"
         )
+
+
+class AdmissionError(ValueError):
+    """The engine cannot serve a request as it is. The message names the setting."""

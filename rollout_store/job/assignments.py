@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import redis.asyncio
+from rollout_api.protocol.keys import MESSAGE_FIELD
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.streams import read_entries
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
-from rollout_store.job.incoming import read_entries
-from rollout_store.job.limits import MAX_EVENTS, MAX_REQUEST_BYTES_IN_ORDER
-from rollout_store.job.part import StorePart, as_text
+MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
+"""Largest size of a request that is part of the order for its first sample on an engine. It is in Redis twice then, but
+saves the engine a round trip.
+"""
 
 RolloutKey = tuple[str, int]
 """Request id and sample, which identify a rollout within a job."""
@@ -78,12 +78,7 @@ class Order:
 
     @classmethod
     def sample(cls, assignment: Assignment, *, with_request: bool = False) -> Order:
-        """Return the order to produce a rollout.
-
-        Args:
-            assignment: the rollout.
-            with_request: whether the engine needs the request, because it has no other sample of it.
-        """
+        """Return the order to produce a rollout. It contains the request if the engine has no other sample of it."""
         return cls(OrderKind.SAMPLE, assignment, assignment.request_id, with_request=with_request)
 
     @classmethod
@@ -141,12 +136,6 @@ class Order:
 class AssignmentStore(StorePart):
     """Sends orders to engines, and takes assignments back."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._assign = async_function(client, __package__, "assign")
-        self._reclaim = async_function(client, __package__, "reclaim")
-        self._return = async_function(client, __package__, "return_assignment")
-
     # The coordinator's side
 
     async def take_over(self) -> int:
@@ -160,11 +149,6 @@ class AssignmentStore(StorePart):
     async def send(self, coordinator: int, engine: str, orders: Sequence[Order]) -> bool:
         """Append orders to an engine's inbox; return False if the engine's lease has expired.
 
-        Args:
-            coordinator: number of the sending coordinator.
-            engine: id of the engine.
-            orders: the orders.
-
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
@@ -173,8 +157,8 @@ class AssignmentStore(StorePart):
             fields = order.encode()
             args += [order.assignment.entry_id if order.with_request and order.assignment else "", len(fields), *fields]
         keys = self._keys
-        reply = await self._assign(
-            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
+        reply = await self._call(
+            "assign", keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
         )
         if reply == b"stale":
             raise StaleCoordinatorError("another coordinator has taken over")
@@ -187,8 +171,10 @@ class AssignmentStore(StorePart):
             StaleCoordinatorError: if another coordinator has taken over.
         """
         keys = self._keys
-        reply: Any = await self._reclaim(
-            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines], args=[coordinator, engine]
+        reply: Any = await self._call(
+            "reclaim",
+            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines],
+            args=[coordinator, engine],
         )
         if reply == b"stale":
             raise StaleCoordinatorError("another coordinator has taken over")
@@ -220,11 +206,7 @@ class AssignmentStore(StorePart):
     ) -> tuple[list[Order], str]:
         """Read new orders; wait up to *timeout_s* for the first one.
 
-        Args:
-            engine: id of the engine.
-            cursor: id of the last order that was read; "0" for none.
-            timeout_s: seconds to wait.
-            max_orders: maximum number of orders to read.
+        The *cursor* is the id of the last order that was read; "0" for none.
 
         Returns:
             The orders and the new cursor.
@@ -241,7 +223,8 @@ class AssignmentStore(StorePart):
 
     async def return_assignment(self, engine: str, order_id: str, assignment: Assignment, reason: str) -> None:
         """Return an assignment that an engine cannot execute; the coordinator assigns the rollout elsewhere."""
-        await self._return(
+        await self._call(
+            "return_assignment",
             keys=[self._keys.inbox(engine), self._keys.events],
             args=[order_id, assignment.request_id, assignment.sample, engine, reason, MAX_EVENTS],
         )

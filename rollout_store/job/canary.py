@@ -65,10 +65,7 @@ class DriftTest:
     def __init__(self, quantities: int, log_e_values: Sequence[float] | None = None, canaries: int = 0) -> None:
         """Start a test, or continue an earlier one.
 
-        Args:
-            quantities: number of quantities that are measured of each rollout.
-            log_e_values: natural logarithm of the e-value of each alternative in each quantity, from an earlier test.
-            canaries: number of canaries that the earlier test has observed.
+        The logarithms are natural ones, of the e-value of each alternative in each quantity.
 
         Raises:
             ValueError: if *log_e_values* does not have one finite number for each alternative in each quantity.

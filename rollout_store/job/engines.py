@@ -1,4 +1,4 @@
-"""The registry of engines: their leases and reports."""
+"""The engines of a job: their leases and reports, and how the machines of an engine find each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgpack
+import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
-from rollout_store.job.limits import ENGINE_LEASE_S, FAILED_ENGINES_EXPIRY_S
 from rollout_store.job.part import StorePart, as_text
+
+ENGINE_LEASE_S = 5.0
+"""Seconds after which an engine that does not renew its lease is considered lost."""
+FAILED_ENGINES_EXPIRY_S = 15.0
+"""Seconds for which a worker's report of engines that cannot start is valid; it is repeated every second."""
+OFFER_EXPIRY_S = 10
+"""Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
+_ENDED = "ended"
 
 
 @dataclass
@@ -68,7 +74,7 @@ class EngineReport:
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
     labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.metrics`."""
+    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.engine`."""
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:
@@ -113,13 +119,10 @@ class LeaseState(IntEnum):
 class EngineRegistry(StorePart):
     """Renews and reads the leases and reports of engines."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._heartbeat = async_function(client, __package__, "heartbeat")
-
     async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> LeaseState:
         """Publish a report and renew the engine's lease, or create it."""
-        state = await self._heartbeat(
+        state = await self._call(
+            "heartbeat",
             keys=[self._keys.lease(engine), self._keys.engines, self._keys.observed],
             args=[engine, report.pack(), int(ENGINE_LEASE_S * 1000), 1 if register else 0],
         )
@@ -161,3 +164,63 @@ class EngineRegistry(StorePart):
             if now - report["time"] <= FAILED_ENGINES_EXPIRY_S:
                 failed |= report["errors"]
         return failed
+
+
+class EngineOffer(NamedTuple):
+    """What the followers have to know to start their part of an engine."""
+
+    id: str
+    """Identifies this start of the engine."""
+    settings: dict[str, Any]
+    """vLLM's engine arguments on the leader."""
+
+
+class FollowerAnswer(NamedTuple):
+    """The answer of a follower."""
+
+    offer: str
+    """Id of the offer that it answers."""
+    process: str
+    """Identifies the process that runs its part of the engine."""
+    ended: bool
+    """Whether this process has ended."""
+
+
+class EngineGroupStore:
+    """The offer of one leader and the answers to it. All of them expire unless they are renewed."""
+
+    def __init__(self, client: redis.Redis, keys: MessageKeys, group: str) -> None:
+        """Use the keys of the group that is called *group*."""
+        self._client, self._keys, self._group = client, keys, group
+
+    def offer(self) -> EngineOffer | None:
+        """Return the leader's offer; None if it has no engine."""
+        found: Any = self._client.get(self._keys.engine_group(self._group))
+        return None if found is None else EngineOffer(**json.loads(found))
+
+    def renew_offer(self, offer: EngineOffer) -> None:
+        """Publish an offer, or renew it."""
+        self._client.set(self._keys.engine_group(self._group), json.dumps(offer._asdict()), ex=OFFER_EXPIRY_S)
+
+    def withdraw_offer(self) -> None:
+        """Tell the followers that the engine has ended."""
+        self._client.delete(self._keys.engine_group(self._group))
+
+    def answers(self, size: int) -> list[FollowerAnswer | None]:
+        """Return the answers of the followers with the ranks 1 to *size* - 1; None for one that has not answered."""
+        found: Any = self._client.mget([self._keys.engine_group_member(self._group, rank) for rank in range(1, size)])
+        return [None if value is None else _parse_answer(as_text(value)) for value in found]
+
+    def renew_answer(self, rank: int, answer: FollowerAnswer) -> None:
+        """Answer an offer, or renew the answer."""
+        value = f"{answer.offer}/{answer.process}/{_ENDED if answer.ended else ''}"
+        self._client.set(self._keys.engine_group_member(self._group, rank), value, ex=OFFER_EXPIRY_S)
+
+
+def _parse_answer(value: str) -> FollowerAnswer:
+    offer, process, ended = value.split("/")
+    return FollowerAnswer(offer, process, ended == _ENDED)
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was requested. The message says why, and what to do where something can be done."""

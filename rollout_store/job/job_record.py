@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, job_uid_key
+import redis.asyncio
+
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     CodecError,
@@ -18,9 +23,18 @@ from rollout_api.protocol.messages import (
     decode,
     encode,
 )
-from rollout_store.job.job_keys import add_expiry, async_key_batches
-from rollout_store.job.limits import STATUS_EXPIRY_S
-from rollout_store.job.part import StorePart, as_text
+from rollout_api.redis_client.retry import retry_async
+from rollout_api.weights.checksum import checksum, weight_files
+from rollout_store.job.part import KEYS_PER_SCAN, StorePart, add_expiry, as_text
+
+STATUS_EXPIRY_S = 10
+"""Seconds after which a status that is not renewed expires."""
+WEIGHT_CHECKSUM_EXPIRY_S = 3600
+"""Seconds for which the checksum of published files is remembered."""
+WEIGHT_CHECKSUM_CLAIM_S = 30
+"""Seconds for which engines wait for another one to compute a checksum; afterwards, one more engine computes it."""
+WEIGHT_CHECKSUM_POLL_INTERVAL_S = 0.05
+"""Time between two checks whether another engine has computed a checksum."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +85,15 @@ class JobRecord(StorePart):
     async def set_closed(self) -> None:
         """Record that all requests of a closed job are answered, and let the job's keys expire.
 
-        Clients can still read their results for :data:`~rollout_store.job.limits.JOB_RETENTION_S`.
+        Clients can still read their results for :data:`~rollout_head.limits.JOB_RETENTION_S`.
         """
         await self._client.hset(self._keys.job, "state", "closed")
-        async for batch in async_key_batches(self._client, self._keys):
-            pipeline = self._client.pipeline(transaction=False)
-            add_expiry(pipeline, batch)
-            await pipeline.execute()
+        pipeline = self._client.pipeline(transaction=False)
+        async for key in self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN):
+            add_expiry(pipeline, [key])
+            if len(pipeline) >= KEYS_PER_SCAN:
+                await pipeline.execute()
+        await pipeline.execute()
 
     async def set_status(self, status: bytes) -> None:
         """Publish the coordinator's status, which expires if it is not renewed."""
@@ -136,3 +152,48 @@ class JobRecord(StorePart):
                 raise CodecError(f"{step.kind} in place of a step")
             return step, as_text(entry_id)
         return None
+
+
+class SharedChecksums:
+    """Computes checksums of directories, and takes those that another engine of the job has computed.
+
+    Another engine has seen the same files if their directory, names, sizes, times of modification and inode numbers are
+    the same. A checksum that is not the expected one is always computed here.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
+        self._client, self._keys = client, keys
+
+    async def __call__(self, directory: Path, expected: str) -> str:
+        """Return the checksum of the weights in *directory*. The weights were published with the checksum *expected*.
+
+        Raises:
+            OSError: there are no weights, or they cannot be read.
+        """
+        files = await asyncio.to_thread(_identify, directory)
+        claim = self._keys.weight_checksum_claim(files)
+        while True:
+            known = await retry_async(self._client.get, self._keys.weight_checksum(files))
+            if known is not None:
+                known = as_text(known)
+                return known if known == expected else await asyncio.to_thread(checksum, directory)
+            if await retry_async(lambda: self._client.set(claim, "1", nx=True, ex=WEIGHT_CHECKSUM_CLAIM_S)):
+                break
+            await asyncio.sleep(WEIGHT_CHECKSUM_POLL_INTERVAL_S)
+        try:
+            found = await asyncio.to_thread(checksum, directory)
+            if files == await asyncio.to_thread(_identify, directory):
+                key = self._keys.weight_checksum(files)
+                await retry_async(lambda: self._client.set(key, found, ex=WEIGHT_CHECKSUM_EXPIRY_S))
+        finally:
+            await retry_async(self._client.delete, claim)
+        return found
+
+
+def _identify(directory: Path) -> str:
+    """Return a text that is the same for other engines if they see the same files."""
+    seen = [str(directory)]
+    for path in weight_files(directory):
+        stat = path.stat()
+        seen.append(json.dumps([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino]))
+    return blake2b("\n".join(seen).encode(), digest_size=16).hexdigest()

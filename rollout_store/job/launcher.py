@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import redis
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_store.job.engines import EngineReport
-from rollout_store.job.job_keys import add_expiry, key_batches
-from rollout_store.job.ledger import META_FIELDS, LedgerEntry
-from rollout_store.job.limits import (
-    DELETED_JOB_NOTICE_S,
-    LEDGERS_PER_SCAN,
-    SHUTDOWN_REQUEST_EXPIRY_S,
-    WRITE_CHECK_EXPIRY_S,
-)
-from rollout_store.job.part import as_text
+from rollout_store.job.part import KEYS_PER_SCAN, add_expiry, as_text
+from rollout_store.job.requests import META_FIELDS, LedgerEntry
+
+DELETED_JOB_NOTICE_S = 600
+"""Seconds for which clients of a deleted job are told so."""
+SHUTDOWN_REQUEST_EXPIRY_S = 600
+"""Seconds after which a worker's request to its engines to leave expires."""
+WRITE_CHECK_EXPIRY_S = 60
+"""Seconds after which the key expires that is written to check whether Redis accepts writes."""
+LEDGERS_PER_SCAN = 1000
+"""Number of keys that Redis examines in one step of a scan for ledgers."""
 
 
 class HeadFacts(NamedTuple):
@@ -57,10 +60,6 @@ class LauncherStore:
 
     def end_leases(self, worker: str, pid: int) -> list[str]:
         """End the leases of an engine's process that has ended, so that its rollouts continue elsewhere at once.
-
-        Args:
-            worker: id of the worker process that the engine belonged to.
-            pid: process id of the engine's actor.
 
         Returns:
             The ids of the process's registration.
@@ -122,10 +121,7 @@ class LauncherStore:
     def store_environment_results(self, results: Mapping[str, Any], outdated: Collection[str], errors: str) -> None:
         """Store what the environment returned.
 
-        Args:
-            results: rollout → data for JSON.
-            outdated: rollouts whose stored data no longer apply.
-            errors: summary of all errors as JSON, for the job's status.
+        The data of *outdated* rollouts no longer apply; *errors* is a summary of all errors for the job's status.
         """
         pipeline = self._client.pipeline(transaction=True)
         if results:
@@ -180,18 +176,14 @@ class LauncherStore:
 
     def expire_keys(self) -> None:
         """Let all keys of the job expire; until then, clients can read their results."""
-        for batch in key_batches(self._client, self._keys):
+        for batch in _key_batches(self._client, self._keys):
             pipeline = self._client.pipeline(transaction=False)
             add_expiry(pipeline, batch)
             pipeline.execute()
 
     def delete_keys(self, *, keep_notice: bool) -> None:
-        """Delete all keys of the job.
-
-        Args:
-            keep_notice: whether clients can still read for a while why the job has ended.
-        """
-        for batch in key_batches(self._client, self._keys):
+        """Delete all keys of the job. With *keep_notice*, clients can still read for a while why it has ended."""
+        for batch in _key_batches(self._client, self._keys):
             pipeline = self._client.pipeline(transaction=False)
             for key in batch:
                 if keep_notice and key == self._keys.job.encode():
@@ -204,3 +196,13 @@ class LauncherStore:
         """Delete the entry that clients find the job ``namespace/name`` by, unless another job has taken the name."""
         if self._client.get(job_uid_key(name)) == self._keys.uid.encode():
             self._client.delete(job_uid_key(name))
+
+
+def _key_batches(client: redis.Redis, keys: MessageKeys) -> Iterator[list[bytes]]:
+    """Yield all keys of a job, in batches, so that a job with many keys neither takes much memory nor blocks Redis.
+
+    A key that appears or is deleted meanwhile may or may not be among them.
+    """
+    found = client.scan_iter(keys.pattern(), count=KEYS_PER_SCAN)
+    while batch := list(islice(found, KEYS_PER_SCAN)):
+        yield batch

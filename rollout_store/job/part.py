@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -11,6 +11,14 @@ import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
+from rollout_api.redis_client.server_functions import async_function
+
+JOB_RETENTION_S = 24 * 3600
+"""Seconds for which clients can read their results after a job has ended."""
+MAX_EVENTS = 4096
+"""Number of latest entries to which the event stream is trimmed."""
+KEYS_PER_SCAN = 500
+"""Number of keys that are expired or deleted in one round trip."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
@@ -19,12 +27,7 @@ class StorePart:
     """A part of a job's state in Redis.
 
     Its public coroutine methods are repeated while Redis is unreachable or full. They are idempotent, because the reply
-    to a command that was executed may be lost.
-
-    Args:
-        client: connection to Redis.
-        keys: keys of the job.
-        retries: how they are repeated; None if they raise an error at once.
+    to a command that was executed may be lost. Without *retries*, they raise an error at once.
     """
 
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
@@ -34,6 +37,10 @@ class StorePart:
         for name, method in list(vars(cls).items()):
             if not name.startswith("_") and inspect.iscoroutinefunction(method):
                 setattr(cls, name, _retrying(method))
+
+    async def _call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        """Run the Lua script ``functions/<function>.lua`` of this package."""
+        return await async_function(self._client, __package__, function)(keys=keys, args=args)
 
 
 def _retrying(method: _Method) -> _Method:
@@ -49,3 +56,9 @@ def _retrying(method: _Method) -> _Method:
 def as_text(value: bytes | str) -> str:
     """Return a reply of Redis as text."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def add_expiry(pipeline: Any, keys: Iterable[bytes]) -> None:
+    """Add commands to *pipeline*, synchronous or not, that let *keys* expire after :data:`JOB_RETENTION_S`."""
+    for key in keys:
+        pipeline.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do

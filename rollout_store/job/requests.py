@@ -1,19 +1,75 @@
-"""The state of requests: their ledgers, and which of them are cancelled."""
+"""Requests: their ledgers, cancellations, refusals and unread results, and their places in traces."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple, Self
 
-import redis.asyncio
+import msgpack
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.protocol.messages import RolloutRequest, decode
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
-from rollout_store.job.ledger import META_FIELDS
-from rollout_store.job.part import StorePart
+from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD
+from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
+from rollout_store.job.part import MAX_EVENTS, StorePart
+
+REFUSAL_RETENTION_S = 600
+"""Seconds for which a refusal is kept."""
+META_FIELDS = frozenset({b"entry", b"n", b"cancelled", b"released"})
+"""Fields of a ledger that describe the request; all other fields are samples."""
+_TRACE_ID_BYTES = 16
+_CALLER = struct.Struct(">QB")
+"""Packed span id of the caller, and flags of its ``traceparent``."""
+_PACKED_LENGTHS = (0, _TRACE_ID_BYTES, _TRACE_ID_BYTES + _CALLER.size)
+_SAMPLED = 0x01
+"""Flag of a W3C ``traceparent``."""
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """A finished rollout, without its tokens, which are in the history."""
+
+    problem_id: str
+    length: int
+    finish_reason: str
+    weight_version: int | None
+    num_decoding_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    engine: str
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> LedgerEntry:
+        """Return the entry of a rollout."""
+        return cls(
+            rollout.problem_id,
+            len(rollout.token_ids),
+            str(rollout.finish_reason),
+            rollout.weight_version,
+            rollout.num_decoding_steps,
+            rollout.num_draft_tokens,
+            rollout.num_accepted_tokens,
+            rollout.engine,
+        )
+
+    def pack(self) -> bytes:
+        """Encode the entry."""
+        packed: bytes = msgpack.packb(list(vars(self).values()))
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> LedgerEntry:
+        """Decode an entry.
+
+        Raises:
+            CodecError: if *data* is not a ledger entry.
+        """
+        try:
+            return cls(*msgpack.unpackb(data))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise CodecError(f"not a ledger entry: {error}") from None
 
 
 class Admission(IntEnum):
@@ -44,15 +100,10 @@ class RequestProgress(NamedTuple):
 class RequestStore(StorePart):
     """Admits requests and reads their progress."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._admit = async_function(client, __package__, "admit")
-        self._cancel = async_function(client, __package__, "cancel")
-
     async def admit(self, entry_id: str, request: RolloutRequest) -> Admission:
         """Open the ledger of a request. Unless the result is NEW or KNOWN, the entry is deleted."""
         ledger = self._keys.ledger(request.request_id)
-        result = await self._admit(keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
+        result = await self._call("admit", keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
         return Admission(int(result))
 
     async def read(self, entry_id: str) -> RolloutRequest | None:
@@ -77,7 +128,7 @@ class RequestStore(StorePart):
 
     async def mark_cancelled(self, request_ids: Sequence[str]) -> None:
         """Record that requests were cancelled; unknown requests are ignored."""
-        await self._cancel(keys=[self._keys.ledger(request_id) for request_id in request_ids])
+        await self._call("cancel", keys=[self._keys.ledger(request_id) for request_id in request_ids])
 
     async def trajectory_engines(self, requests: Sequence[RolloutRequest]) -> list[str | None]:
         """Return for each request the engine that has its prefix cached; None for the first turn or if none has."""
@@ -89,3 +140,75 @@ class RequestStore(StorePart):
             str(engine, "utf-8") if isinstance(engine, bytes) and request.turn else None
             for engine, request in zip(found, requests, strict=True)
         ]
+
+
+class ResultStore(StorePart):
+    """Refuses requests, and measures the results that clients have not read."""
+
+    async def refuse(self, request: RolloutRequest, refusal: Refusal) -> None:
+        """Tell the client of a request that it is refused."""
+        async with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.set(self._keys.refusal(request.request_id), encode(refusal), ex=REFUSAL_RETENTION_S)
+            updates = self._keys.result_updates(request.reply_to)
+            pipeline.xadd(updates, {REQUEST_FIELD: request.request_id}, maxlen=MAX_EVENTS)
+            await pipeline.execute()
+
+    async def unread_bytes(self, clients: Sequence[str]) -> list[int]:
+        """Return for each client how many bytes of its results it has not read."""
+        if not clients:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.hmget(self._keys.results_written, clients)
+        pipeline.hmget(self._keys.results_read, clients)
+        written, read = await pipeline.execute()
+        return [max(0, int(all_bytes or 0) - int(known or 0)) for all_bytes, known in zip(written, read, strict=True)]
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """The trace of a request."""
+
+    trace_id: int
+    span_id: int
+    """Id of the request's span."""
+    caller_span_id: int = 0
+    """Id of the span that the request's span is a child of; 0 if there is none."""
+    caller_sampled: bool = False
+    """Whether the caller records its span."""
+
+    @classmethod
+    def unpack(cls, data: bytes, job_uid: str, request_id: str) -> Self:
+        """Return the trace of a request.
+
+        With *data* that :func:`pack_trace` has not returned, which a later release may have written, the request has a
+        trace of its own.
+        """
+        if len(data) not in _PACKED_LENGTHS:
+            data = b""
+        trace_id = data[:_TRACE_ID_BYTES] or _hash(_TRACE_ID_BYTES, "request", job_uid, request_id)
+        caller, flags = _CALLER.unpack(data[_TRACE_ID_BYTES:]) if len(data) > _TRACE_ID_BYTES else (0, 0)
+        return cls(int.from_bytes(trace_id, "big"), span_id_of(job_uid, request_id), caller, bool(flags & _SAMPLED))
+
+
+def pack_trace(request: RolloutRequest) -> bytes:
+    """Return what the trace of a request needs in addition to the job uid and the request id.
+
+    A request with a ``traceparent`` continues the caller's trace. The turns of a trajectory share a trace, whose id
+    follows from the trajectory id. Any other request has a trace of its own, and nothing has to be stored.
+    """
+    if request.traceparent is not None:
+        _, trace_id, span_id, flags = request.traceparent.split("-")
+        if int(trace_id, 16) and int(span_id, 16):  # zeros are invalid, and an invalid traceparent is ignored
+            return bytes.fromhex(trace_id) + _CALLER.pack(int(span_id, 16), int(flags, 16))
+    if request.trajectory_id is not None:
+        return _hash(_TRACE_ID_BYTES, "trajectory", request.job_uid, request.trajectory_id)
+    return b""
+
+
+def span_id_of(*names: object) -> int:
+    """Return the id of the span with these names."""
+    return int.from_bytes(_hash(8, "span", *names), "big")
+
+
+def _hash(num_bytes: int, *names: object) -> bytes:
+    return blake2b("\0".join(map(str, names)).encode(), digest_size=num_bytes).digest()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgpack
-import redis.asyncio
 
-from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD
 from rollout_api.protocol.messages import (
     Partial,
     Purpose,
@@ -21,14 +20,15 @@ from rollout_api.protocol.messages import (
     pack_tokens,
 )
 from rollout_api.protocol.timeline import EndedRollout
-from rollout_api.redis_client.retry import RetryPolicy
-from rollout_api.redis_client.server_functions import async_function
 from rollout_store.history.records import CONTEXT_TOKENS
 from rollout_store.job.canary import measure
-from rollout_store.job.ledger import LedgerEntry
-from rollout_store.job.limits import MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
-from rollout_store.job.part import StorePart, as_text
-from rollout_store.job.request_trace import pack_trace
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.requests import LedgerEntry, pack_trace
+
+TRAJECTORY_RETENTION_S = 3600
+"""Seconds for which the engine that has a trajectory's prefix cached is remembered."""
+MAX_TIMELINE_ENTRIES = 100_000
+"""Number of latest rollouts to which the timeline is trimmed. They take about 20 MB."""
 
 
 class StartState(NamedTuple):
@@ -57,31 +57,14 @@ class AppendedTokens(NamedTuple):
 class RolloutStore(StorePart):
     """Checkpoints running rollouts and records finished ones."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
-        super().__init__(client, keys, retries)
-        self._finish_function = async_function(client, __package__, "finish")
-        self._checkpoint_function = async_function(client, __package__, "checkpoint")
-        self._append_function = async_function(client, __package__, "append_tokens")
-
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record an ended rollout, keep it for the client and queue it for the history, in one atomic operation.
 
-        Args:
-            request: the request that the rollout belongs to.
-            rollout: the ended rollout.
-            engine: id of the engine that produced it; '' if none did.
-            order: id of the engine's order, which is deleted from its inbox.
+        The *order* of the *engine* that produced it is deleted from the engine's inbox; both are '' if none did.
 
         Returns:
             False, without any effect, if the rollout was recorded before or its request is unknown.
         """
-        return bool(await self._finish(request, rollout, engine, order) == 1)
-
-    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
-        """Record several rollouts that no engine produced, each in an atomic operation of its own."""
-        await asyncio.gather(*(self.finish(request, rollout) for request, rollout in ended))
-
-    async def _finish(self, request: RolloutRequest, rollout: Rollout, engine: str, order: str) -> Any:
         keys, rollout_id = self._keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
         context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
@@ -110,7 +93,8 @@ class RolloutStore(StorePart):
             "max_events": MAX_EVENTS,
             "max_timeline": MAX_TIMELINE_ENTRIES,
         }
-        return await self._finish_function(
+        recorded = await self._call(
+            "finish",
             keys=[
                 keys.ledger(request.request_id),
                 keys.requests,
@@ -130,6 +114,11 @@ class RolloutStore(StorePart):
             ],
             args=[msgpack.packb(fields, use_bin_type=False)],  # the server's msgpack does not know bin
         )
+        return bool(recorded == 1)
+
+    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
+        """Record several rollouts that no engine produced, each in an atomic operation of its own."""
+        await asyncio.gather(*(self.finish(request, rollout) for request, rollout in ended))
 
     async def totals(self) -> dict[str, int]:
         """Return the job's totals: rollouts, tokens, decoding_steps, draft_tokens and accepted_tokens."""
@@ -137,7 +126,8 @@ class RolloutStore(StorePart):
 
     async def checkpoint(self, request: RolloutRequest, sample: int, partial: Partial) -> bool:
         """Store the partial of a running rollout; return False if the rollout has ended."""
-        stored = await self._checkpoint_function(
+        stored = await self._call(
+            "checkpoint",
             keys=[self._keys.ledger(request.request_id), self._keys.partials, self._keys.attempts],
             args=[str(request.rollout_id(sample)), sample, encode(partial)],
         )
@@ -155,7 +145,8 @@ class RolloutStore(StorePart):
 
     async def _append_tokens(self, appended: AppendedTokens) -> Any:
         keys, request_id, sample = self._keys, appended.request.request_id, appended.sample
-        return await self._append_function(
+        return await self._call(
+            "append_tokens",
             keys=[
                 keys.ledger(request_id),
                 keys.inbox(appended.engine),
@@ -179,7 +170,10 @@ class RolloutStore(StorePart):
         """Return the last partial of each sample."""
         pipeline = self._client.pipeline(transaction=False)
         for request, sample in samples:
-            self._read_partial(pipeline, request, sample)
+            if request.stream:
+                pipeline.xrange(self._keys.tokens(request.request_id, sample))
+            else:
+                pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
         return [_decode_partial(data) for data in await pipeline.execute()]
 
     async def partial_ids(self) -> set[str]:
@@ -190,13 +184,6 @@ class RolloutStore(StorePart):
         """Return what an engine must know before it starts a rollout."""
         entry, cancelled = await self._client.hmget(self._keys.ledger(request_id), [str(sample), "cancelled"])
         return StartState(entry is not None, cancelled == b"1")
-
-    def _read_partial(self, pipeline: Any, request: RolloutRequest, sample: int) -> None:
-        """Add a command to *pipeline*, for whose reply :func:`_decode_partial` returns the last partial of a sample."""
-        if request.stream:
-            pipeline.xrange(self._keys.tokens(request.request_id, sample))
-        else:
-            pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
 
 
 def _decode_partial(reply: bytes | list[tuple[bytes, dict[bytes, bytes]]] | None) -> Partial | None:

@@ -13,9 +13,8 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import JobStore
-from rollout_store.job.engine_groups import EngineGroupStore
-from rollout_store.models.model_source import resolve_model
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.job.engines import EngineGroupStore
+from rollout_store.models.model_source import default_cache, resolve_model
 
 
 @dataclass(frozen=True)

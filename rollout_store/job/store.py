@@ -9,15 +9,15 @@ from rollout_api.redis_client.connection import connect_async
 from rollout_api.redis_client.retry import RetryPolicy
 from rollout_store.job.assignments import AssignmentStore
 from rollout_store.job.engines import EngineRegistry
-from rollout_store.job.incoming import IncomingStreams
-from rollout_store.job.job_record import JobRecord
-from rollout_store.job.limits import MAX_BLOCKING_READ_S
+from rollout_store.job.job_record import JobRecord, SharedChecksums
 from rollout_store.job.part import StorePart
-from rollout_store.job.requests import RequestStore
-from rollout_store.job.results import ResultStore
+from rollout_store.job.requests import RequestStore, ResultStore
 from rollout_store.job.rollouts import RolloutStore
+from rollout_store.job.streams import IncomingStreams
 from rollout_store.job.timeline import TimelineStore
-from rollout_store.job.weight_checksums import SharedChecksums
+
+MAX_BLOCKING_READ_S = 1.0
+"""Maximum seconds for which a read of a stream waits in Redis for new entries."""
 
 
 class JobStore(StorePart):

@@ -11,10 +11,13 @@ import msgpack
 from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_store.job.incoming import arrival_time
-from rollout_store.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES, RUNNING_EXPIRY_S
 from rollout_store.job.part import StorePart, as_text
+from rollout_store.job.streams import ENTRIES_PER_PAGE, arrival_time
 
+MAX_MEASUREMENTS_BYTES = 16 * 2**20
+"""Bytes of all measurements of a job, approximately; the larger they are, the fewer are kept."""
+RUNNING_EXPIRY_S = 5
+"""Seconds after which the running rollouts expire that observed engines report with each heartbeat."""
 _ARRIVAL_FIELD = b"a"
 """Field of an entry with the id of the request's entry in the stream of requests."""
 _RANGES = 8
@@ -144,10 +147,8 @@ def resolution(num_bytes: int) -> int:
     """Return the resolution that keeps all measurements of a job within the limit of bytes.
 
     Two measurements should be apart by the age of the job divided by the resolution. With the shortest interval s, a
-    job that has reached the age t has then made resolution · (1 + ln(t / (s · resolution))) measurements.
-
-    Args:
-        num_bytes: bytes of one measurement.
+    job that has reached the age t has then made resolution · (1 + ln(t / (s · resolution))) measurements. A measurement
+    has *num_bytes* bytes.
     """
     return max(1, math.floor(MAX_MEASUREMENTS_BYTES / _RANGES / max(1, num_bytes)))
 

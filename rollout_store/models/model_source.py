@@ -43,10 +43,7 @@ def _caches(cache: Path) -> list[Path]:
 def resolve_model(model: Model, cache: Path, *, weights: bool = True) -> Path:
     """Return the local directory of a manifest's model, and download a Hugging Face model that is not there yet.
 
-    Args:
-        model: ``spec.model`` of the manifest.
-        cache: the model cache.
-        weights: False to download only the configuration and the tokenizer.
+    Without *weights*, only the configuration and the tokenizer are downloaded.
 
     Raises:
         ModelError: if it cannot be found, or is not a model directory with safetensors.
@@ -154,12 +151,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def local_tokenizer(uri: str, cache: Path) -> Any | None:
-    """Return the transformers tokenizer of a model that is on this machine already; None if there is none.
-
-    Args:
-        uri: URI of the model, as in ``spec.model.uri``.
-        cache: the model cache.
-    """
+    """Return the transformers tokenizer of a model that is on this machine already; None if there is none."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -239,3 +231,10 @@ def _checked(directory: Path, uri: str, *, weights: bool = True) -> Path:
     if weights and not any(directory.glob("*.safetensors")):
         raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
     return directory
+
+
+def default_cache() -> Path:
+    """Return the directory of the model cache: ``ROLLOUT_MODEL_CACHE``, or one in the user's cache."""
+    if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
+        return Path(named)
+    return Path("~/.cache/das-rollout/models").expanduser()

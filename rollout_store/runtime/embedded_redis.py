@@ -33,10 +33,7 @@ class EmbeddedRedis:
     def __init__(self, directory: Path, *, keep_open: int) -> None:
         """Configure a server; :meth:`start` starts it.
 
-        Args:
-            directory: directory of the server's data.
-            keep_open: a file descriptor that the server inherits and holds until it ends, such as a lock of
-                *directory*.
+        It inherits the file descriptor *keep_open*, such as a lock of *directory*, and holds it until it ends.
         """
         self.url = ""
         self._directory = directory

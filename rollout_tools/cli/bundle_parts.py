@@ -33,9 +33,8 @@ from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_store.history.store import HistoryStore
 from rollout_store.history_service.views import statistics_document
 from rollout_store.job import JobStore
-from rollout_store.job.incoming import arrival_time
-from rollout_store.models.model_source import local_tokenizer
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.job.streams import arrival_time
+from rollout_store.models.model_source import default_cache, local_tokenizer
 from rollout_tools.cli.job_address import (
     DEFAULT_NAMESPACE,
     FoundJob,

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.cli.job_address import check_manifest
 from rollout_tools.doctor.findings import Section, Severity, as_json, has_errors
 

@@ -27,9 +27,10 @@ from rollout_api.protocol.status import (
 from rollout_api.redis_client.connection import RedisUnusableError, explain_error
 from rollout_api.status_token import StatusTokenError
 from rollout_store.history.metadata import HistoryMismatchError
-from rollout_store.job.engine_errors import AdmissionError, EngineError
+from rollout_store.job.admission_rules import AdmissionError
+from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import ModelError
-from rollout_store.runtime.command_line import exit_with_error
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.job_address import JobAddressError
 from rollout_tools.launch.job_state import DeadlineError, StateError
 

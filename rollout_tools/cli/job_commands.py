@@ -17,7 +17,7 @@ from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Cancel, Close, CodecError, RolloutRequest, decode, encode
 from rollout_api.protocol.status import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
 from rollout_api.redis_client.server_functions import Call, Function, run
-from rollout_store.runtime.command_line import exit_with_error
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     JobArgument,

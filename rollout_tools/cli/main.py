@@ -35,11 +35,12 @@ from rollout_api.protocol.status import (
 from rollout_api.status_token import StatusToken
 from rollout_head.dataset.report import EpochMode
 from rollout_store.models.model_source import (
+    default_cache,
     load_tokenizer,
     resolve_model,
     tokenizer_fingerprint,
 )
-from rollout_store.runtime.command_line import default_cache, exit_with_error
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.doctor import doctor
 from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import check_manifest, job_directory, read_manifest
@@ -278,7 +279,7 @@ def follower(
 ) -> None:
     """Run a part of a worker's engine on this machine, for a model that does not fit on one (workers.podsPerWorker)."""
     from rollout_store.job.setup import JobSetup
-    from rollout_worker.engine_worker.follower_machine import run_follower
+    from rollout_worker.engine_worker.engine_group import run_follower
 
     _exit_on_sigterm()
     with exit_with_message(file, redis, interrupted="the engine starts again when a follower of this rank runs"):

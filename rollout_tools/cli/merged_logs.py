@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_store.runtime.log_files import NUM_OLD_FILES
+from rollout_store.runtime.output import NUM_OLD_FILES
 from rollout_tools.launch.job_state import log_directory
 
 REDIS = "redis"

@@ -16,8 +16,8 @@ from rich.console import Console
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.status import EXIT_STATE
 from rollout_api.redis_client.connection import RedisUnusableError
-from rollout_store.models.model_source import local_tokenizer
-from rollout_store.runtime.command_line import default_cache, exit_with_error
+from rollout_store.models.model_source import default_cache, local_tokenizer
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     JobAddressError,

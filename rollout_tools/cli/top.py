@@ -25,8 +25,8 @@ from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_api.redis_client.connection import connect_async, connect_history
 from rollout_store.history.store import HistoryStore, LengthLookup
 from rollout_store.job import JobStore, RolloutProgress
-from rollout_store.job.limits import MAX_BLOCKING_READ_S
-from rollout_store.runtime.command_line import exit_with_error
+from rollout_store.job.store import MAX_BLOCKING_READ_S
+from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     FoundJob,

@@ -29,13 +29,12 @@ from rollout_head.dataset.report import EpochMode, JobReport
 from rollout_head.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_head.dataset.trainer import DatasetTrainer
 from rollout_store.job import JobStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
-from rollout_store.models.model_source import load_tokenizer, resolve_model, tokenizer_fingerprint
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
-from rollout_store.runtime.log_files import logging_to_file
+from rollout_store.runtime.output import logging_to_file
 from rollout_tools.launch.job_state import (
     RECORDING_FILE,
     REDIS_FILE,
@@ -49,8 +48,7 @@ from rollout_tools.launch.job_state import (
 )
 from rollout_tools.report.reading import NothingToReportError, read_recording
 from rollout_tools.report.recording import save_recording
-from rollout_worker.engine_worker.engines import check_ray, running_engines
-from rollout_worker.engine_worker.local_ray import engine_logs
+from rollout_worker.engine_worker.engines import check_ray, engine_logs, running_engines
 
 if TYPE_CHECKING:
     from rollout_worker.engine_worker.fleet import Fleet

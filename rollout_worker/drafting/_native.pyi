@@ -1,10 +1,12 @@
 # Type stubs of the C++ extension, whose source is in native/.
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+_TokenIds: TypeAlias = npt.NDArray[np.uint32] | Sequence[int]
 
 class Draft:
     @property
@@ -22,51 +24,141 @@ class Draft:
     def __len__(self) -> int: ...
 
 class SuffixIndex:
+    # Methods that return Any, or take it, are overridden by rollout_worker.drafting.index.SuffixIndex.
+
     def __init__(self, depth: int, threads: int, max_bytes: int, pool_tokens: int, draft_ahead: bool) -> None: ...
-    def add(self, problem: str, rollouts: Iterable[tuple[Any, ...]]) -> int: ...
-    def set_rewards(self, problem: str, rewards: dict[str, float]) -> int: ...
-    def drop_rollout(self, problem: str, rollout_id: str) -> bool: ...
-    def drop_before(self, problem: str, generation: int) -> int: ...
-    def drop_problem(self, problem: str) -> bool: ...
-    def take_evicted(self) -> list[str]: ...
-    def wait_idle(self) -> None: ...
-    def problems(self) -> list[str]: ...
-    def rollouts(self, problem: str) -> list[str]: ...
-    def tokens(self, problem: str) -> int: ...
-    def pool_tokens(self) -> int: ...
-    def total_bytes(self) -> int: ...
-    def problem_bytes(self, problem: str) -> int: ...
-    def open(
+    def add(
         self,
         problem: str,
-        prompt: npt.NDArray[np.uint32] | Sequence[int],
-        context_length: int,
-        sources: Sequence[bool],
-        stop_tokens: npt.NDArray[np.uint32] | Sequence[int],
-        limits: Sequence[int],
-    ) -> int: ...
-    def extend(self, handle: int, tokens: npt.NDArray[np.uint32] | Sequence[int]) -> None: ...
-    def extend_batch(
-        self, handles: Sequence[int], tokens: Iterable[npt.NDArray[np.uint32] | Sequence[int]]
-    ) -> None: ...
-    def close(self, handle: int) -> tuple[int, int, int, bytes, tuple[int, int, int, int]]: ...
-    def count_step(self, handle: int, verified: int, accepted: int) -> bytes: ...
-    def num_tokens(self, handle: int) -> int: ...
-    def look_ups(self) -> tuple[int, int, int]: ...
+        rollouts: Iterable[
+            tuple[str, int, _TokenIds]
+            | tuple[str, int, _TokenIds, _TokenIds]
+            | tuple[str, int, _TokenIds, _TokenIds, float | None]
+        ],
+    ) -> int:
+        """Add finished responses to a problem's history and return how many were new.
+
+        All become visible to drafts at the same time. A rollout id that the problem already has, or that occurred
+        earlier in the same call, is ignored, whatever its tokens are. An empty response is recorded, but contributes
+        nothing to drafts. A generation is a signed 64-bit integer.
+
+        Raises:
+            ValueError: for a token id out of range, an array that is not one-dimensional, or a reward that is not
+                finite; nothing is added.
+            TypeError: for a rollout that is not (str, int, token ids[, token ids[, reward]]); nothing is added.
+        """
+
+    def set_rewards(self, problem: str, rewards: dict[str, float]) -> int: ...
+    def drop_rollout(self, problem: str, rollout_id: str) -> bool:
+        """Remove a rollout and return whether it existed. Its id can be added again."""
+
+    def drop_before(self, problem: str, generation: int) -> int:
+        """Remove the problem's rollouts of generations older than *generation*, and return their number."""
+
+    def drop_problem(self, problem: str) -> bool:
+        """Remove all rollouts of a problem and return whether there were any. Its open requests remain open."""
+
+    def take_evicted(self) -> list[str]:
+        """Return the problems whose history was evicted since the last call, in this order."""
+
+    def wait_idle(self) -> None:
+        """Wait until nothing is left to merge or evict, and all likely drafts are prepared."""
+
+    def problems(self) -> list[str]:
+        """Return the problems that have rollouts, sorted."""
+
+    def rollouts(self, problem: str) -> list[str]:
+        """Return a problem's rollout ids in the order in which they were added; an unknown problem has none.
+
+        Waits for a concurrent `add` or drop of the same problem.
+        """
+
+    def tokens(self, problem: str) -> int:
+        """Return the number of response tokens of a problem's history; 0 for an unknown problem."""
+
+    def pool_tokens(self) -> int:
+        """Return the number of tokens in the cross-problem pool, including removed rollouts that still occupy space."""
+
+    def total_bytes(self) -> int: ...
+    def problem_bytes(self, problem: str) -> int: ...
+    def open(self, *args: Any, **kwargs: Any) -> int: ...
+    def extend(self, handle: int, tokens: _TokenIds) -> None:
+        """Append sampled tokens to a request's response and learn from them.
+
+        They are compared with the request's last draft, from the position that the previous call has reached.
+
+        Raises:
+            KeyError: for a handle that is not open.
+            ValueError: for a token id out of range; the request is unchanged.
+        """
+
+    def extend_batch(self, handles: Sequence[int], tokens: Iterable[_TokenIds]) -> None:
+        """Extend many requests in one call without the GIL: request ``handles[i]`` by ``tokens[i]``.
+
+        Raises the same errors as `extend`, and ValueError for arguments of different lengths; all requests are
+        unchanged then.
+        """
+
+    def close(self, handle: int) -> Any: ...
+    def count_step(self, handle: int, verified: int, accepted: int) -> bytes:
+        """Count a step that has verified a request's last draft, but whose tokens are reported by a later step.
+
+        Args:
+            handle: handle of the request.
+            verified: how many tokens of the draft were verified, at most its length (larger numbers count as that).
+            accepted: how many of them were accepted.
+
+        Returns:
+            The codes of the accepted tokens. `DraftCounts.token_sources` will lack them.
+
+        Raises:
+            KeyError: for a handle that is not open.
+            ValueError: for a negative number.
+        """
+
+    def num_tokens(self, handle: int) -> int:
+        """Return the number of tokens of a request's prompt and response.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+
+    def look_ups(self) -> Any: ...
     def draft(self, handle: int, budget: int, min_survival: float) -> Draft: ...
     def draft_batch(
         self, handles: Sequence[int], budgets: Sequence[int], min_survival: float | Sequence[float]
     ) -> list[Draft]: ...
-    def occurrences(
-        self, handle: int, length: int
-    ) -> list[
-        tuple[Literal["history", "self", "siblings", "cross_problem"], int, int, list[int], float | None, bool]
-    ]: ...
-    def state_dict(self) -> bytes: ...
-    def load_state_dict(self, state: bytes) -> None: ...
-    def counters(self) -> list[tuple[Literal["history", "self", "siblings", "cross_problem"], int, int, int]]: ...
-    def verification_counts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]: ...
-    def accepted_by_age(self) -> dict[int, tuple[float, float]]: ...
+    def occurrences(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> bytes:
+        """Return the learned parameters, for `load_state_dict` of another index of the same version.
+
+        The state has about 450 kB, most of which are initial values, so it compresses well.
+        """
+
+    def load_state_dict(self, state: bytes) -> None:
+        """Replace the learned parameters by those of another index.
+
+        The distribution of tokens may have changed in the meantime, so each parameter counts as at most 256
+        observations, however many there were.
+
+        Raises:
+            ValueError: if `state` was not returned by `state_dict` of this version; nothing is changed.
+        """
+
+    def counters(self) -> Any: ...
+    def verification_counts(self) -> Any: ...
+    def accepted_by_age(self) -> dict[int, tuple[float, float]]:
+        """Return the numbers of (verified, accepted) draft tokens from the history, by the age of their rollouts.
+
+        The age of a rollout is the newest generation in the index at the time of the draft, minus the generation of the
+        rollout; 63 covers all larger ages. Both numbers are sums since the index was created. Ages without verified
+        tokens are omitted. Drafts and `extend` never wait for this method.
+
+        Only verified tokens to which ``"history"`` gave the most probability count (see `SourceCounts`). If rollouts of
+        several ages propose a token, it counts in equal parts for each of these ages, so that all parts add up to the
+        number that `counters` returns for ``"history"``. Attributing the token to the youngest age would leave to older
+        ages only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
+        """
 
 class Batch:
     def __init__(
@@ -89,7 +181,9 @@ class Batch:
         shortens: bool,
         time_limit_s: float,
     ) -> None: ...
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Remove the plan, which keeps the requests in memory after they were closed."""
+
     def step(
         self,
         num_tokens: npt.NDArray[np.int32],

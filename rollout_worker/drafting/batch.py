@@ -91,7 +91,3 @@ class Batch(_native.Batch):
             ValueError: for shapes that do not agree, or a value out of range; the plan is unchanged.
         """
         super().plan(handles, budgets, min_survivals, token_gains, costs, shortens=shortens, time_limit_s=time_limit_s)
-
-    def clear(self) -> None:
-        """Remove the plan, which keeps the requests in memory after they were closed."""
-        super().clear()

@@ -55,7 +55,7 @@ siblings sampled in the same step. Without ``draft_ahead``, the step does all th
 on timing.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -100,8 +100,6 @@ POOL_TOKENS = 2**20
 
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """Token ids as arguments. A `TokenArray` is read in place and must not change during the call; a list is copied."""
-
-
 _NO_LIMIT = 2**63 - 1
 
 
@@ -188,7 +186,7 @@ class LookUps(NamedTuple):
     """Drafts that there was no time for."""
 
 
-class SuffixIndex:
+class SuffixIndex(_native.SuffixIndex):
     """A suffix index with its open requests; see the module's documentation.
 
     **Threads.** Every method may be called from any thread. `add` and the `drop_*` methods build new data aside,
@@ -198,6 +196,8 @@ class SuffixIndex:
     microseconds. Calls of `Batch.step` wait for each other. They keep the GIL, because another Python thread that takes
     it may keep it for longer than a step lasts. A draft uses the history as of the moment at which it is computed, even
     if the request was opened before a change.
+
+    The methods that are not defined here are those of the native class; ``_native.pyi`` describes them.
     """
 
     def __init__(
@@ -240,30 +240,7 @@ class SuffixIndex:
             raise ValueError(f"max_bytes must be 1 or more, or None for no limit, got {max_bytes}")
         if pool_tokens < 0:
             raise ValueError(f"pool_tokens must be 0 or more, got {pool_tokens}")
-        self._native = _native.SuffixIndex(depth, threads, max_bytes or 0, pool_tokens, draft_ahead)
-
-    def add(
-        self,
-        problem: str,
-        rollouts: Iterable[
-            Rollout
-            | tuple[str, int, TokenIds]
-            | tuple[str, int, TokenIds, TokenIds]
-            | tuple[str, int, TokenIds, TokenIds, float | None]
-        ],
-    ) -> int:
-        """Add finished responses to a problem's history and return how many were new.
-
-        All become visible to drafts at the same time. A rollout id that the problem already has, or that occurred
-        earlier in the same call, is ignored, whatever its tokens are. An empty response is recorded, but contributes
-        nothing to drafts. A generation is a signed 64-bit integer.
-
-        Raises:
-            ValueError: for a token id out of range, an array that is not one-dimensional, or a reward that is not
-                finite; nothing is added.
-            TypeError: for a rollout that is not (str, int, token ids[, token ids[, reward]]); nothing is added.
-        """
-        return self._native.add(problem, rollouts)
+        super().__init__(depth, threads, max_bytes or 0, pool_tokens, draft_ahead)
 
     def set_rewards(self, problem: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of a problem's rollouts by rollout id, and return how many of these rollouts exist.
@@ -274,46 +251,7 @@ class SuffixIndex:
             TypeError: for keys or values of the wrong type; nothing is set.
             ValueError: for a reward that is not finite; nothing is set.
         """
-        return self._native.set_rewards(problem, dict(rewards))
-
-    def drop_rollout(self, problem: str, rollout_id: str) -> bool:
-        """Remove a rollout and return whether it existed. Its id can be added again."""
-        return self._native.drop_rollout(problem, rollout_id)
-
-    def drop_before(self, problem: str, generation: int) -> int:
-        """Remove the problem's rollouts of generations older than *generation*, and return their number."""
-        return self._native.drop_before(problem, generation)
-
-    def drop_problem(self, problem: str) -> bool:
-        """Remove all rollouts of a problem and return whether there were any. Its open requests remain open."""
-        return self._native.drop_problem(problem)
-
-    def take_evicted(self) -> list[str]:
-        """Return the problems whose history was evicted since the last call, in this order."""
-        return self._native.take_evicted()
-
-    def wait_idle(self) -> None:
-        """Wait until nothing is left to merge or evict, and all likely drafts are prepared."""
-        self._native.wait_idle()
-
-    def problems(self) -> list[str]:
-        """Return the problems that have rollouts, sorted."""
-        return self._native.problems()
-
-    def rollouts(self, problem: str) -> list[str]:
-        """Return a problem's rollout ids in the order in which they were added; an unknown problem has none.
-
-        Waits for a concurrent `add` or drop of the same problem.
-        """
-        return self._native.rollouts(problem)
-
-    def tokens(self, problem: str) -> int:
-        """Return the number of response tokens of a problem's history; 0 for an unknown problem."""
-        return self._native.tokens(problem)
-
-    def pool_tokens(self) -> int:
-        """Return the number of tokens in the cross-problem pool, including removed rollouts that still occupy space."""
-        return self._native.pool_tokens()
+        return super().set_rewards(problem, dict(rewards))
 
     def bytes(self, problem: str | None = None) -> int:
         """Return the memory in use, for one problem (its history and live texts) or for everything; 0 if unknown.
@@ -323,7 +261,7 @@ class SuffixIndex:
         the allocator, buffers that exist only during a call, and the learned parameters, whose size is constant.
         Replaced history counts until the last draft that reads it has ended.
         """
-        return self._native.total_bytes() if problem is None else self._native.problem_bytes(problem)
+        return self.total_bytes() if problem is None else self.problem_bytes(problem)
 
     def open(
         self,
@@ -373,26 +311,7 @@ class SuffixIndex:
                 raise ValueError(f"{name} must be 0 or more tokens, got {number}")
         _, *limits = numbers.values()
         used = [source in sources for source in SOURCES]
-        return self._native.open(problem, prompt, context_length, used, stop_tokens, limits)
-
-    def extend(self, handle: int, tokens: TokenIds) -> None:
-        """Append sampled tokens to a request's response and learn from them.
-
-        They are compared with the request's last draft, from the position that the previous call has reached.
-
-        Raises:
-            KeyError: for a handle that is not open.
-            ValueError: for a token id out of range; the request is unchanged.
-        """
-        self._native.extend(handle, tokens)
-
-    def extend_batch(self, handles: Sequence[int], tokens: Iterable[TokenIds]) -> None:
-        """Extend many requests in one call without the GIL: request ``handles[i]`` by ``tokens[i]``.
-
-        Raises the same errors as `extend`, and ValueError for arguments of different lengths; all requests are
-        unchanged then.
-        """
-        self._native.extend_batch(handles, tokens)
+        return super().open(problem, prompt, context_length, used, stop_tokens, limits)
 
     def close(self, handle: int) -> DraftCounts:
         """Close a request, release its state and return its token counts.
@@ -400,32 +319,7 @@ class SuffixIndex:
         Raises:
             KeyError: for a handle that is not open.
         """
-        return DraftCounts(*self._native.close(handle))
-
-    def count_step(self, handle: int, verified: int, accepted: int) -> TokenCodes:
-        """Count a step that has verified a request's last draft, but whose tokens are reported by a later step.
-
-        Args:
-            handle: handle of the request.
-            verified: how many tokens of the draft were verified, at most its length (larger numbers count as that).
-            accepted: how many of them were accepted.
-
-        Returns:
-            The codes of the accepted tokens. `DraftCounts.token_sources` will lack them.
-
-        Raises:
-            KeyError: for a handle that is not open.
-            ValueError: for a negative number.
-        """
-        return self._native.count_step(handle, verified, accepted)
-
-    def num_tokens(self, handle: int) -> int:
-        """Return the number of tokens of a request's prompt and response.
-
-        Raises:
-            KeyError: for a handle that is not open.
-        """
-        return self._native.num_tokens(handle)
+        return DraftCounts(*super().close(handle))
 
     def new_batch(
         self, token_ids: npt.NDArray[np.int32], drafts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
@@ -441,15 +335,15 @@ class SuffixIndex:
             TypeError: for an argument that is not an array of the given type and number of dimensions.
             ValueError: for arrays of different numbers of rows.
         """
-        return Batch(self._native, token_ids, drafts, lengths)
+        return Batch(self, token_ids, drafts, lengths)
 
     def look_ups(self) -> LookUps:
         """Return how many drafts `Batch.step` has looked up, computed and omitted since the index was created."""
-        return LookUps(*self._native.look_ups())
+        return LookUps(*super().look_ups())
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> Draft:
         """Draft up to `budget` tokens for one request; see `draft_batch`."""
-        return self._native.draft(handle, budget, min_survival)
+        return super().draft(handle, budget, min_survival)
 
     def draft_batch(
         self, handles: Sequence[int], budgets: Sequence[int], min_survival: float | Sequence[float] = 0.0
@@ -474,7 +368,7 @@ class SuffixIndex:
             ValueError: for a negative budget, a `min_survival` outside 0 to 1, or arguments of different lengths;
                 nothing is drafted.
         """
-        return self._native.draft_batch(handles, budgets, min_survival)
+        return super().draft_batch(handles, budgets, min_survival)
 
     def occurrences(self, handle: int, *, length: int = 16) -> list[Occurrence]:
         """Return the occurrences that a draft of this request would use, with up to `length` tokens of each.
@@ -483,29 +377,11 @@ class SuffixIndex:
             KeyError: for a handle that is not open.
             ValueError: for a negative `length`.
         """
-        return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
-
-    def state_dict(self) -> LearnedState:
-        """Return the learned parameters, for `load_state_dict` of another index of the same version.
-
-        The state has about 450 kB, most of which are initial values, so it compresses well.
-        """
-        return self._native.state_dict()
-
-    def load_state_dict(self, state: LearnedState) -> None:
-        """Replace the learned parameters by those of another index.
-
-        The distribution of tokens may have changed in the meantime, so each parameter counts as at most 256
-        observations, however many there were.
-
-        Raises:
-            ValueError: if `state` was not returned by `state_dict` of this version; nothing is changed.
-        """
-        self._native.load_state_dict(state)
+        return [Occurrence(*row) for row in super().occurrences(handle, length)]
 
     def counters(self) -> dict[Source, SourceCounts]:
         """Return how many tokens were drafted, verified and accepted from each source."""
-        return {source: SourceCounts(*counts) for source, *counts in self._native.counters()}
+        return {source: SourceCounts(*counts) for source, *counts in super().counters()}
 
     def verified(self) -> int:
         """Return how many draft tokens of all sources were verified."""
@@ -518,22 +394,8 @@ class SuffixIndex:
         `counters`, this counts a token that follows a rejected one as verified, and no token that was not passed to
         verification.
         """
-        sources, positions = self._native.verification_counts()
+        sources, positions = super().verification_counts()
         return VerificationCounts(
             {source: VerifiedTokens(*row) for source, row in zip(SOURCES, sources, strict=True)},
             [VerifiedTokens(*row) for row in positions],
         )
-
-    def accepted_by_age(self) -> dict[int, tuple[float, float]]:
-        """Return the numbers of (verified, accepted) draft tokens from the history, by the age of their rollouts.
-
-        The age of a rollout is the newest generation in the index at the time of the draft, minus the generation of the
-        rollout; 63 covers all larger ages. Both numbers are sums since the index was created. Ages without verified
-        tokens are omitted. Drafts and `extend` never wait for this method.
-
-        Only verified tokens to which ``"history"`` gave the most probability count (see `SourceCounts`). If rollouts of
-        several ages propose a token, it counts in equal parts for each of these ages, so that all parts add up to the
-        number that `counters` returns for ``"history"``. Attributing the token to the youngest age would leave to older
-        ages only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
-        """
-        return self._native.accepted_by_age()

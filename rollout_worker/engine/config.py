@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import max_positions
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
@@ -125,10 +125,14 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     if spec.gpu_memory_utilization_percentage is not None:
         settings["gpu_memory_utilization"] = spec.gpu_memory_utilization_percentage / 100
     if spec.kv_cache_dtype != "auto":
-        check_kv_cache_dtype(spec.kv_cache_dtype)
+        from vllm.config.cache import CacheDType
+
+        _check_name("engine.kvCacheDtype", spec.kv_cache_dtype, get_args(CacheDType))
         settings["kv_cache_dtype"] = spec.kv_cache_dtype
     if spec.quantization is not None:
-        check_quantization(spec.quantization)
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+        _check_name("engine.quantization", spec.quantization, QUANTIZATION_METHODS)
         settings["quantization"] = spec.quantization
     if spec.enable_expert_parallel:
         settings["enable_expert_parallel"] = True
@@ -170,10 +174,6 @@ def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
 
     V2's scheduler plans places for the longest drafts before it knows the drafts. If these exceeded the limit, it would
     leave out responses, although their drafts are mostly shorter.
-
-    Args:
-        max_num_seqs: maximum number of responses in a step.
-        max_draft_tokens: maximum number of tokens of one draft.
     """
     places = max_num_seqs * (1 + max_draft_tokens)
     if places <= _MAX_DEFAULT_PLACES:
@@ -231,42 +231,25 @@ def engine_args(settings: dict[str, Any]) -> Any:
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(settings.keys() - known):
-        names = ", ".join(name + similar_names(name, known) for name in missing)
+        names = ", ".join(name + _similar_names(name, known) for name in missing)
         raise EngineError(
             f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
         )
     return AsyncEngineArgs(**settings)
 
 
-def similar_names(name: str, known: Iterable[str]) -> str:
+def _similar_names(name: str, known: Iterable[str]) -> str:
     """Return the known names that are similar to an unknown one, as a question in parentheses; empty if none is."""
     similar = difflib.get_close_matches(name, sorted(known))
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
-def check_quantization(name: str) -> None:
-    """Check ``engine.quantization``.
-
-    Raises:
-        EngineError: if vLLM has no such method. The message lists all methods.
-    """
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-
-    _check_name("engine.quantization", name, QUANTIZATION_METHODS)
-
-
-def check_kv_cache_dtype(name: str) -> None:
-    """Check ``engine.kvCacheDtype``.
-
-    Raises:
-        EngineError: if vLLM has no such data type. The message lists all types.
-    """
-    from vllm.config.cache import CacheDType
-
-    _check_name("engine.kvCacheDtype", name, get_args(CacheDType))
-
-
 def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    """Check that vLLM has what a field of the manifest names.
+
+    Raises:
+        EngineError: if it does not. The message lists all names.
+    """
     from vllm import __version__
 
     if name not in known:

@@ -84,19 +84,7 @@ class DraftSettings:
 
     def as_extra_args(self) -> dict[str, Any]:
         """Return the value of ``SamplingParams.extra_args``."""
-        return {
-            EXTRA_ARGS_KEY: {
-                "key": self.key,
-                "problem": self.problem,
-                "max_tokens": self.max_tokens,
-                "min_tokens": self.min_tokens,
-                "budget": self.budget,
-                "sources": list(self.sources),
-                "later_turn": self.later_turn,
-                "undrafted_tokens": self.undrafted_tokens,
-                "prefix_tokens": self.prefix_tokens,
-            }
-        }
+        return {EXTRA_ARGS_KEY: {**vars(self), "sources": list(self.sources)}}
 
     @classmethod
     def from_extra_args(cls, extra_args: dict[str, Any] | None) -> DraftSettings | None:

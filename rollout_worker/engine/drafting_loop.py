@@ -15,7 +15,7 @@ from rollout_store.arrays import Integers, with_row
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.policy.controller import StepOutcome
+from rollout_worker.policy.governor import StepOutcome
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -104,14 +104,7 @@ class DraftingLoop:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a loop without requests.
-
-        Args:
-            index: makes the drafts.
-            controller: decides the budgets.
-            arrays: the engine's arrays.
-            clock: returns the seconds from which the durations of steps are computed.
-        """
+        """Create a loop without requests."""
         self.steps = 0
         """Number of steps."""
         self.seconds = 0.0
@@ -165,11 +158,7 @@ class DraftingLoop:
     ) -> None:
         """Follow a request from now on. Best called before its first token is sampled, because it indexes the prompt.
 
-        Args:
-            request_id: the engine's id of the request.
-            settings: its draft settings.
-            prompt: its prompt as the engine sees it, that is, with the prefix, shape (tokens,).
-            end_tokens: tokens that end its response.
+        The *prompt* is the one that the engine sees, that is, with the prefix.
         """
         self._settings[request_id] = _Request(settings, len(prompt), end_tokens)
         self.guard(lambda: self._open(request_id, np.asarray(prompt, np.uint32)))
@@ -195,10 +184,8 @@ class DraftingLoop:
     def count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
         """Count the draft tokens of a request's last steps before a preemption, because no drafting follows them.
 
-        Args:
-            request_id: the engine's id of the request.
-            steps: of each step, the number of tokens of prompt and response after it, and the number of draft tokens
-                that it verified.
+        Of each step, the number of tokens of prompt and response after it is given, and the number of draft tokens that
+        it verified.
         """
         self.guard(lambda: self._count_steps(request_id, steps))
 
@@ -348,8 +335,7 @@ class DraftingLoop:
     def plan(self, request_ids: list[str] | None = None) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones.
 
-        Args:
-            request_ids: the requests of the running step, if they are known, so that :meth:`draft` finds them at once.
+        If the requests of the running step are known, :meth:`draft` finds them at once.
         """
         self.guard(lambda: self._plan(request_ids))
 

@@ -7,18 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
-from rollout_store.job.engine_errors import EngineError
-from rollout_worker.engine.adapters import Adapters
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
 from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
-from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
+from rollout_worker.engine.vllm_client import Adapters, VllmClient, WeightVersionTracker
 from rollout_worker.engine.weight_loading import Updates, WeightLoader
 
 _HISTORY_POLL_INTERVAL_S = 0.02
@@ -27,6 +25,61 @@ _STARTING = threading.Lock()
 """Held while an engine of this process starts. vLLM inherits this process's environment variables and replaces its
 metrics in the process's registry, so that two engines that start at the same time can take each other's variables, or
 fail with "Duplicated timeseries"."""
+
+
+@dataclass
+class EngineCounters:
+    """Counters since the engine started, except where noted."""
+
+    running: int = 0
+    """Rollouts in the batch of the last step."""
+    waiting: int = 0
+    """Rollouts that vLLM has queued, at the last step."""
+    kv_cache_usage: float = 0.0
+    """Share of the KV cache that is in use at the last step, 0 to 1."""
+    prompt_tokens: int = 0
+    """Tokens of prompts and prefixes that were read."""
+    cached_tokens: int = 0
+    """The part of them whose keys and values were cached."""
+    tokens: int = 0
+    """Response tokens."""
+    preemptions: int = 0
+    """How often a running rollout lost its keys and values, because of a lack of memory or a weight update."""
+    draft_tokens: int = 0
+    """Draft tokens that were verified; with V2, as of the last :meth:`Engine.stats`."""
+    accepted_tokens: int = 0
+    """Draft tokens that were accepted."""
+
+    def as_stat_logger(self) -> Any:
+        """Return a factory of a vLLM stat logger that updates these counters."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        counters = self
+
+        class CounterUpdater(StatLoggerBase):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                # V2 counts the places that it has planned for drafts; the worker process counts the drafts.
+                self._counts_drafts = not vllm_config.use_v2_model_runner
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                if scheduler_stats is not None:
+                    counters.running = scheduler_stats.num_running_reqs
+                    counters.waiting = scheduler_stats.num_waiting_reqs
+                    counters.kv_cache_usage = scheduler_stats.kv_cache_usage
+                    if scheduler_stats.spec_decoding_stats is not None:
+                        if self._counts_drafts:
+                            counters.draft_tokens += scheduler_stats.spec_decoding_stats.num_draft_tokens
+                        counters.accepted_tokens += scheduler_stats.spec_decoding_stats.num_accepted_tokens
+                if iteration_stats is not None:
+                    counters.prompt_tokens += iteration_stats.prompt_token_stats.total
+                    counters.cached_tokens += iteration_stats.prompt_token_stats.cached_tokens
+                    counters.tokens += iteration_stats.num_generation_tokens
+                    counters.preemptions += iteration_stats.num_preempted_reqs
+
+        return CounterUpdater
 
 
 class Engine:
@@ -250,11 +303,8 @@ class Engine:
     ) -> bool:
         """Announce the problems of upcoming rollouts, so that their history is fetched in the background.
 
-        Args:
-            problems: problem ids.
-            generation: newest generation of the history.
-            wanted: those of *problems* whose rollouts are about to start; all of them by default.
-            timeout_s: how long to wait until all of their history can be drafted from.
+        Those that are *wanted*, by default all, are about to start. Wait up to *timeout_s* seconds until all of their
+        history can be drafted from.
 
         Returns:
             Whether all of it can be drafted from.

@@ -12,10 +12,9 @@ from typing import Any
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
-from rollout_store.job.admission_rules import check_admission
+from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_store.job.canary import CANARY_TOKENS, canary_sample
-from rollout_store.job.engine_errors import AdmissionError, EngineError, translate_errors
-from rollout_worker.engine.adapters import Adapter, Adapters
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.response import (
@@ -34,7 +33,15 @@ from rollout_worker.engine.sampling_params import (
     token_decoder,
     vllm_sampling_params,
 )
-from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker, model_end_tokens, num_output_tokens
+from rollout_worker.engine.vllm_client import (
+    Adapter,
+    Adapters,
+    VllmClient,
+    WeightVersionTracker,
+    model_end_tokens,
+    num_output_tokens,
+    translate_errors,
+)
 
 PartialCallback = Callable[[Partial], None]
 """Receives all tokens of a response so far."""
@@ -398,9 +405,8 @@ class DecodingPause:
     async def while_loading(self, *, is_drained: bool, clear_cache: bool) -> AsyncIterator[None]:
         """Decode nothing within this context, which no two tasks may enter at a time.
 
-        Args:
-            is_drained: whether vLLM has no response.
-            clear_cache: whether keys and values are computed again, including those of running responses.
+        With *clear_cache*, keys and values are computed again, including those of running responses. *is_drained* says
+        that vLLM has no response.
         """
         self._is_loading = True
         try:

@@ -13,7 +13,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from rollout_api.weights.gloo import GlooGroup
-from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S
+
+_CONNECT_TIMEOUT_S = 15
+"""Seconds for which an engine waits for the other members of a trainer's group."""
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
@@ -28,7 +30,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
             init_info.master_port,
             rank,
             init_info.world_size,
-            store_timeout=int(TRANSFER_CONNECT_TIMEOUT_S),
+            store_timeout=_CONNECT_TIMEOUT_S,
         )
         self.model_update_group = GlooGroup(group.store, rank, init_info.world_size)
 

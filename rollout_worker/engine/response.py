@@ -89,10 +89,7 @@ class PromptLogprobs:
     def from_vllm(cls, positions: Sequence[Mapping[int, Any] | None], prompt: Sequence[int], count: int) -> Self | None:
         """Return the log-probabilities in a ``RequestOutput`` of vLLM.
 
-        Args:
-            positions: ``Logprob`` of the token and of the most likely ones at each position; None at the first.
-            prompt: tokens of the prompt.
-            count: number of most likely tokens.
+        At the first of the *positions* there are none; *count* most likely tokens are returned.
 
         Returns:
             None if vLLM has not computed all of them, because the response was stopped before.
@@ -256,10 +253,10 @@ class ResponseBuilder:
     def append(self, completion: Any) -> None:
         """Append the new tokens in a ``CompletionOutput`` of vLLM, up to the first one that completes a stop string."""
         tokens: Sequence[int] = completion.token_ids
-        kept = self._num_kept(tokens)
-        self.token_ids += tokens[:kept]
+        count = self._count_tokens(tokens)
+        self.token_ids += tokens[:count]
         if self.logprobs is not None and tokens:
-            positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), kept))
+            positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), count))
             self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
             if self.ranks is not None and self.top_logprobs is not None:
                 self.ranks += [logprobs[token].rank for logprobs, token in positions]
@@ -267,9 +264,9 @@ class ResponseBuilder:
 
         if self.kept_token_ids is not None and self._kept_tokens is not None and tokens:
             positions_of_tokens = zip(completion.logprobs or (), tokens, strict=True)
-            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, kept)]
+            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, count)]
 
-    def _num_kept(self, tokens: Sequence[int]) -> int:
+    def _count_tokens(self, tokens: Sequence[int]) -> int:
         """Return how many new tokens belong to the response."""
         if self.stopped:
             return 0
@@ -357,9 +354,8 @@ def _by_source(counts: Sequence[int]) -> dict[str, int]:
 def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:
     """Return the routed experts in a ``CompletionOutput`` of vLLM.
 
-    Args:
-        rows: vLLM's array of the shape (tokens, layers, experts per token), or None.
-        num_tokens: number of tokens of prompt and response. The last one was not processed by the model.
+    The *rows* have the shape (tokens, layers, experts per token). The last of the *num_tokens* tokens of prompt and
+    response was not processed by the model.
 
     Returns:
         None if vLLM has not returned those of all tokens, because the response was interrupted.
@@ -373,12 +369,7 @@ def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:
 
 
 def _most_likely(logprobs: Mapping[int, Any], count: int) -> dict[int, float]:
-    """Return the most likely tokens that can be sampled, most likely first.
-
-    Args:
-        logprobs: vLLM's ``Logprob`` of the sampled token and of the *count* most likely ones at one position.
-        count: number of most likely tokens.
-    """
+    """Return the most likely tokens that can be sampled, most likely first."""
     ranked = sorted(logprobs.items(), key=lambda item: int(item[1].rank))
     return {token: one.logprob for token, one in ranked if one.rank <= count and one.logprob > -math.inf}
 

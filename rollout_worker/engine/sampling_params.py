@@ -143,9 +143,7 @@ MAX_KEPT_WIDTH = _with_ties(MAX_KEPT_TOP_K)
 def kept_width(sampling: Sampling, vocabulary: int) -> int:
     """Return how many most likely tokens vLLM must return at each position; 0 if no kept tokens were requested.
 
-    Args:
-        sampling: the request's settings.
-        vocabulary: number of tokens of the model.
+    *vocabulary* is the model's number of tokens.
     """
     return min(_with_ties(sampling.top_k), vocabulary) if sampling.kept_tokens else 0
 
@@ -193,9 +191,7 @@ class StopStrings:
 def token_decoder(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Callable[[int], str]:
     """Return a function for :class:`StopStrings` that decodes the tokens after a prompt as vLLM does.
 
-    Args:
-        tokenizer: the tokenizer of the ``AsyncLLM``.
-        prompt_token_ids: the prompt, without the prefix from which a response is continued.
+    The prompt does not contain the prefix from which a response is continued.
     """
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
-
 _NO_DRAFT = -1
 _NO_ROW = -1
 _GONE = ""
@@ -127,12 +126,7 @@ class DraftScheduling:
     """
 
     def __init__(self, worker: Any, broadcast: Broadcast | None) -> None:
-        """Wrap the methods.
-
-        Args:
-            worker: vLLM's worker of this rank, with the V2 model runner.
-            broadcast: sends the drafts to the other ranks; None if there are none.
-        """
+        """Wrap the methods. *broadcast* sends the drafts to the other ranks, if there are any."""
         runner = worker.model_runner
         self._runner, self._broadcast = runner, broadcast
         self.draft_tokens = 0
@@ -270,11 +264,7 @@ def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:
     """Return a copy of a planned step with fewer places for drafts.
 
     The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed
-    counts as rejected.
-
-    Args:
-        scheduler_output: the planned step.
-        lengths: number of places of each request of ``scheduled_spec_decode_tokens``, in this order.
+    counts as rejected. *lengths* are those of the requests of ``scheduled_spec_decode_tokens``, in this order.
     """
     planned = scheduler_output.scheduled_spec_decode_tokens
     scheduled, drafts = scheduler_output.num_scheduled_tokens.copy(), {}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import itertools
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_store.job.engine_errors import EngineError, translate_errors
+from rollout_store.job.admission_rules import AdmissionError
+from rollout_store.job.engines import EngineError
 
 _LIVENESS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
@@ -53,10 +58,7 @@ class VllmClient:
     async def collective_rpc(self, method: str, *args: Any, action: str) -> list[Any]:
         """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
 
-        Args:
-            method: name of the method.
-            args: its arguments.
-            action: what it does, for the message of an error, such as "loading weights".
+        *action* says for errors what it does, such as "loading weights".
 
         Raises:
             EngineError: if the method fails on any rank.
@@ -70,7 +72,7 @@ class VllmClient:
         if self._llm is not None:
             self._llm.shutdown()
             # Its finalizer would shut it down again, and at interpreter exit fail on modules that no longer exist.
-            self._llm.shutdown = _do_nothing
+            self._llm.shutdown = lambda: None
             self._llm = None
 
 
@@ -92,12 +94,7 @@ class WeightVersionTracker:
         self.version = version
 
     def starts(self, call_id: str, completion: Any) -> list[tuple[int, int]]:
-        """Return (version, index of its first token), in order, for a response.
-
-        Args:
-            call_id: id of the call.
-            completion: vLLM's ``CompletionOutput`` of the response.
-        """
+        """Return (version, index of its first token), in order, for a response."""
         if completion.weight_versions is not None:
             return [(int(span.version), span.start) for span in completion.weight_versions]
         processor = self._llm.output_processor
@@ -143,5 +140,88 @@ def own_address() -> str:
     return str(get_ip())
 
 
-def _do_nothing() -> None:
-    pass
+@contextmanager
+def translate_errors(action: str) -> Iterator[None]:
+    """Raise vLLM's errors, some of which are plain ``Exception``, as :class:`EngineError`.
+
+    *action* names what fails, such as "generating".
+    """
+    try:
+        yield
+    except (EngineError, AdmissionError):
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed while {action}: {error or type(error).__name__}; the log of the engine's worker has details"
+        ) from error
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter that vLLM has loaded."""
+
+    lora_request: Any
+    """vLLM's ``LoRARequest``."""
+    version: int
+    """The weight version of the full weights together with this adapter."""
+    num_users: int = 0
+    """Number of responses that are being generated with it."""
+
+
+class Adapters:
+    """The adapters of one ``AsyncLLM``. An adapter is removed when no response uses it any more."""
+
+    def __init__(self, llm: Any) -> None:
+        self.current: Adapter | None = None
+        """The adapter with which new responses are generated; None for the full weights alone."""
+        self._llm = llm
+        self._ids = itertools.count(1)
+        self._loaded: list[Adapter] = []
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._removals: set[asyncio.Task[Any]] = set()
+
+    async def load(self, directory: Path, version: int) -> None:
+        """Generate new responses with the adapter in *directory*. If vLLM fails to load it, nothing changes."""
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._ids)
+        adapter = Adapter(LoRARequest(f"{version}-{number}", number, str(directory)), version)
+        await self._llm.add_lora(adapter.lora_request)
+        self._loaded.append(adapter)
+        self.current = adapter
+        self._remove_unused()
+
+    @contextmanager
+    def use(self) -> Iterator[Adapter | None]:
+        """Keep the current adapter, if there is one, while a response is generated with it."""
+        adapter = self.current
+        if adapter is None:
+            yield None
+            return
+        adapter.num_users += 1
+        self._unused.clear()
+        try:
+            yield adapter
+        finally:
+            adapter.num_users -= 1
+            if not any(adapter.num_users for adapter in self._loaded):
+                self._unused.set()
+            self._remove_unused()
+
+    async def wait_unused(self) -> None:
+        """Wait until no response is generated with any adapter."""
+        await self._unused.wait()
+
+    def deactivate(self) -> None:
+        """Generate new responses with the full weights alone."""
+        self.current = None
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        for adapter in [loaded for loaded in self._loaded if not loaded.num_users and loaded is not self.current]:
+            self._loaded.remove(adapter)
+            removal = asyncio.ensure_future(self._llm.remove_lora(adapter.lora_request.lora_int_id))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+            removal.add_done_callback(ignore_failure)

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 
 logger = logging.getLogger(__name__)
+_NCCL_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 
 
 def patch_adapter_rows() -> bool:
@@ -114,18 +115,7 @@ def _expands_correctly(function: Any, torch: Any) -> bool:
 def _expand_batch_to_tokens(
     x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Any:
-    """Repeat ``x[i]`` for each token of request i, like vLLM's function of this name.
-
-    Args:
-        x: shape (batch,).
-        cu_num_tokens: cumulative numbers of tokens, shape (batch,).
-        num_tokens: total number of tokens.
-        replace_from: value of *x* that is replaced by *replace_to*.
-        replace_to: see *replace_from*.
-
-    Returns:
-        Shape (num_tokens,), with the data type of *x*.
-    """
+    """Do what vLLM's function of this name should: repeat ``x[i]`` for each token of request i."""
     import torch
 
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
@@ -213,9 +203,6 @@ def load_nccl_id(pickled: bytes) -> Any:
     return loaded
 
 
-_NCCL_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
-
-
 class _NcclIdUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the classes that the identifier consists of."""
@@ -230,9 +217,6 @@ def rewind_cpu_generators(model_runner: Any) -> bool:
     A step that does not reach the end of a prompt samples a token that is discarded, and V1 (seen in vLLM 0.32) then
     sets the random generator of a seeded response back by four numbers. Generators on CPUs have no such position, and
     the engine dies. This function sets them back to the state that they had before the step.
-
-    Args:
-        model_runner: vLLM's model runner.
 
     Returns:
         Whether it is a V1 model runner, whose methods are replaced.
@@ -272,9 +256,6 @@ def packing_experts(model: Any) -> Iterator[None]:
 
     On CPU, vLLM (seen in 0.32) packs them for its kernel when the model is loaded, but not in a reload. The kernel then
     reads unpacked weights as packed ones, so that the logits would silently be wrong.
-
-    Args:
-        model: vLLM's model, on CPU.
     """
     packed: set[int] = set()
     layers: list[tuple[Any, Any]] = []
@@ -283,7 +264,7 @@ def packing_experts(model: Any) -> Iterator[None]:
         experts = getattr(kernel, "fused_experts", None)
         if experts is not None and "w13_weight" in layer._parameters:
             layers.append((layer, experts))
-            experts.process_weights_after_loading = _recorded(experts.process_weights_after_loading, packed)
+            experts.process_weights_after_loading = _noting_layers(experts.process_weights_after_loading, packed)
     try:
         yield
     finally:
@@ -294,12 +275,12 @@ def packing_experts(model: Any) -> Iterator[None]:
             experts.process_weights_after_loading(layer)
 
 
-def _recorded(process: Callable[[Any], None], processed: set[int]) -> Callable[[Any], None]:
-    def recorded(layer: Any) -> None:
+def _noting_layers(process: Callable[[Any], None], processed: set[int]) -> Callable[[Any], None]:
+    def process_and_note(layer: Any) -> None:
         processed.add(id(layer))
         process(layer)
 
-    return recorded
+    return process_and_note
 
 
 @contextmanager
@@ -310,9 +291,6 @@ def repacking_output_projection(model: Any) -> Iterator[None]:
     the checkpoint. With tied embeddings, there is no tensor of the output projection, so that the logits would silently
     follow the previous weights. That cannot be seen in the logits: from one training step to the next, they change by
     less than the rounding errors of bfloat16.
-
-    Args:
-        model: vLLM's model.
     """
     # Each packed copy has a function of its own.
     head: Any = getattr(model, "lm_head", None)

@@ -1,6 +1,180 @@
-"""The vLLM plugin, which vLLM loads in each of its processes; see :mod:`rollout_worker.engine.vllm_patches_v2`."""
+"""The vLLM plugin, which vLLM loads in each of its processes: patches with which its V2 model runner drafts.
+
+vLLM has no hook for speculators of V2. It builds one of a fixed list, counts the method ``custom_class`` among those
+that V2 does not support, and permits asynchronous scheduling only for methods of another list. The functions below
+replace these decisions for engines that are configured for this drafter, and for no others. :func:`check` verifies the
+effect in a running engine.
+"""
 
 from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollout_store.job.engines import EngineError
+from rollout_worker.engine.draft_settings import PROPOSER
+
+logger = logging.getLogger(__name__)
+_METHOD = "custom_class"
+_ACCEPTED_METHOD = "ngram_gpu"
+"""A method for which vLLM's configuration permits V2 with asynchronous scheduling."""
+_INSTALLED = "_das_rollout_original"
+
+
+def uses_drafter(vllm_config: Any) -> bool:
+    """Return whether an engine with this configuration drafts by :mod:`rollout_worker`."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method == _METHOD and speculative.model == PROPOSER
+
+
+def install() -> None:
+    """Replace vLLM's decisions; further calls have no effect."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import spec_decode
+
+    _replace(VllmConfig, "__post_init__", _configure)
+    _replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
+    _replace(spec_decode, "init_speculator", _init_speculator)
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        _replace(runner, "init_speculator", _init_speculator)
+
+
+def check(runner: Any, vllm_config: Any) -> None:
+    """Check that an engine with the V2 model runner drafts with :class:`HistorySpeculator`.
+
+    Raises:
+        EngineError: if the installed vLLM does not do what :func:`install` intends.
+    """
+    from vllm import __version__
+
+    problem = ""
+    if not vllm_config.scheduler_config.async_scheduling:
+        problem = "schedules synchronously"
+    elif runner.is_last_pp_rank and type(runner.speculator).__name__ != "HistorySpeculator":
+        problem = f"created {type(runner.speculator).__name__} instead of the drafter"
+    elif runner.device.type != "cpu" and not hasattr(runner.req_states.all_token_ids, "_uva_buf"):
+        problem = "keeps the sampled tokens where the host cannot read them (there is no pinned memory)"
+    if problem:
+        raise EngineError(
+            f"vLLM {__version__} {problem}; install vLLM 0.32.0, or set the environment variable "
+            "VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 model runner"
+        )
+
+
+def is_output_rank() -> bool:
+    """Return whether vLLM uses the drafts of this worker process: the first tensor rank of the last pipeline stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
+
+
+def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:
+    """Return a function that returns the object that the drafting rank passes, on every rank; None for a single rank.
+
+    The drafting rank is the first tensor rank of the last pipeline stage. Tensor ranks of one host share memory.
+    """
+    from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+    parallel = vllm_config.parallel_config
+    if parallel.world_size == 1:
+        return None
+    if parallel.pipeline_parallel_size == 1:
+        return lambda drafts: get_tp_group().broadcast_object(drafts, src=0)
+    source = parallel.world_size - parallel.tensor_parallel_size
+    return lambda drafts: get_world_group().broadcast_object(drafts, src=source)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, _INSTALLED):
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _INSTALLED, original)
+    setattr(owner, name, replacement)
+
+
+def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: Any, *args: Any) -> None:
+        if not (uses_drafter(self) and self.use_v2_model_runner):
+            original(self, *args)
+            return
+        self.speculative_config.method = _ACCEPTED_METHOD
+        try:
+            original(self, *args)
+        finally:
+            self.speculative_config.method = _METHOD
+
+    return post_init
+
+
+def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unsupported_features(self: Any) -> list[str]:
+        features: list[str] = original(self)
+        if uses_drafter(self):
+            features = [feature for feature in features if _METHOD not in feature]
+        return features
+
+    return unsupported_features
+
+
+def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if not uses_drafter(vllm_config):
+            return original(vllm_config, device, req_states)
+        from vllm.v1.worker.gpu import model_runner
+
+        from rollout_worker.engine.speculator import HistorySpeculator
+
+        _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
+        if vllm_config.aux_output_config.enabled:
+            from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+            places = vllm_config.speculative_config.num_speculative_tokens
+            _replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
+        return HistorySpeculator(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def _process_aux_output(places: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let routed experts be captured although a step has fewer draft tokens than the scheduler has planned.
+
+    The scheduler has counted *places* draft tokens as computed, which vLLM takes for a gap in what it has captured if
+    it has not seen that many rows. Rows are placed by what was captured before in either case.
+    """
+
+    def process_output(self: Any, pending: Any) -> Any:
+        output = original(self, pending)
+        with self._lock:
+            for request_id in pending.request_ids:
+                if (state := self._requests.get(request_id)) is not None:
+                    state.scheduled_cursor += places
+        return output
+
+    return process_output
+
+
+def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(**arguments: Any) -> Any:
+        vllm_config = arguments["vllm_config"]
+        if not uses_drafter(vllm_config):
+            return original(**arguments)
+        if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            return None
+        from rollout_worker.engine.speculator import ExactVerification
+
+        try:
+            original(**arguments)
+        except ValueError as error:
+            logger.warning("Steps with drafts of different lengths run without full CUDA graphs: %s", error)
+            return None
+        return ExactVerification(arguments["query_start_loc"])
+
+    return create
 
 
 def register() -> None:
@@ -11,7 +185,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from rollout_api.weights.gloo import GLOO
-    from rollout_worker.engine.vllm_patches_v2 import install
 
     install()
     if GLOO not in WeightTransferEngineFactory._registry:

@@ -11,19 +11,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.vllm_patches import (
     enable_amx,
     packing_experts,
+    patch_adapter_rows,
+    patch_sampling_without_drafts,
     repacking_output_projection,
     reset_failed_reload,
+    rewind_cpu_generators,
     unpickling_nccl_ids_only,
 )
 
 if TYPE_CHECKING:
     from rollout_store.history.sync import HistorySync
+    from rollout_worker.drafting.index import SuffixIndex
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
@@ -35,6 +40,27 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
 """On machines with fewer cores, drafts are made by the calling thread only."""
+
+
+def _returning_errors(method: Callable[..., None]) -> Callable[..., str | None]:
+    """Let a method return why it has failed, or None if it has not.
+
+    An exception on several ranks would leave replies in vLLM's queue, where they would be taken for those to the next
+    call.
+    """
+
+    @wraps(method)
+    def call(*args: Any) -> str | None:
+        from rollout_store.job.engines import EngineError
+
+        try:
+            method(*args)
+        except Exception as error:
+            logger.exception("%s has failed.", method.__name__)
+            return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        return None
+
+    return call
 
 
 class EngineExtension:
@@ -76,83 +102,53 @@ class EngineExtension:
 
     def das_rewind_generators(self) -> bool:
         """See :func:`rollout_worker.engine.vllm_patches.rewind_cpu_generators`."""
-        from rollout_worker.engine.vllm_patches import rewind_cpu_generators
-
         return rewind_cpu_generators(self.model_runner)
 
     def das_patch_adapters(self) -> bool:
         """See :func:`rollout_worker.engine.vllm_patches.patch_adapter_rows`."""
-        from rollout_worker.engine.vllm_patches import patch_adapter_rows
-
         return patch_adapter_rows()
 
-    def das_load_weights(self, directory: str) -> str | None:
-        """Replace the weights by the safetensors in *directory*.
-
-        Returns:
-            Why that has failed, in which case some weights are old and some new; None if it has not. An exception on
-            several ranks would leave replies in vLLM's queue, where they would be taken for those to the next call.
-        """
+    @_returning_errors
+    def das_load_weights(self, directory: str) -> None:
+        """Replace the weights by the safetensors in *directory*. If that fails, some weights are old and some new."""
         self.das_interrupt_timing()
         try:
             with self._das_patched_reload():
                 self.reload_weights(weights_path=directory)
-        except Exception as error:
-            logger.exception("Cannot load weights.")
+        except Exception:
             reset_failed_reload(self.model_runner.get_model())
-            return _error_text(error)
-        return None
+            raise
 
-    def das_init_weight_transfer(self, init_info: dict[str, Any]) -> str | None:
-        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer.
-
-        Returns:
-            Why that has failed; None if it has not. See :meth:`das_load_weights`.
-        """
+    @_returning_errors
+    def das_init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer."""
         self.das_interrupt_timing()
-        try:
-            self.shutdown_weight_transfer_engine()
-            with unpickling_nccl_ids_only():
-                self.init_weight_transfer_engine(init_info)
-        except Exception as error:
-            logger.exception("Cannot initialize the weight transfer.")
-            return _error_text(error)
-        return None
+        self.shutdown_weight_transfer_engine()
+        with unpickling_nccl_ids_only():
+            self.init_weight_transfer_engine(init_info)
 
-    def das_start_weight_update(self) -> str | None:
-        """Call vLLM's ``start_weight_update``; see :meth:`das_load_weights`."""
+    @_returning_errors
+    def das_start_weight_update(self) -> None:
+        """Call vLLM's ``start_weight_update``."""
         self.das_interrupt_timing()
-        try:
-            self._das_reload = self._das_patched_reload()
-            self._das_reload.__enter__()
-            self.start_weight_update()
-        except Exception as error:
-            logger.exception("Cannot start a weight update.")
-            return _error_text(error)
-        return None
+        self._das_reload = self._das_patched_reload()
+        self._das_reload.__enter__()
+        self.start_weight_update()
 
-    def das_update_weights(self, update_info: dict[str, Any]) -> str | None:
-        """Call vLLM's ``update_weights``; see :meth:`das_load_weights`."""
-        try:
-            self.update_weights(update_info)
-        except Exception as error:
-            logger.exception("Cannot receive weights.")
-            return _error_text(error)
-        return None
+    @_returning_errors
+    def das_update_weights(self, update_info: dict[str, Any]) -> None:
+        """Call vLLM's ``update_weights``."""
+        self.update_weights(update_info)
 
-    def das_finish_weight_update(self) -> str | None:
-        """Call vLLM's ``finish_weight_update``; see :meth:`das_load_weights`."""
-        try:
-            self.finish_weight_update()
-            reload, self._das_reload = self._das_reload, None
-            if reload is not None:
-                reload.__exit__(None, None, None)
-            for reset in ("reset_encoder_cache", "reset_mm_cache"):  # as vLLM does when it reloads a directory
-                getattr(self.model_runner, reset)()
-        except Exception as error:
-            logger.exception("Cannot finish a weight update.")
-            return _error_text(error)
-        return None
+    @_returning_errors
+    def das_finish_weight_update(self) -> None:
+        """Call vLLM's ``finish_weight_update``."""
+        self.finish_weight_update()
+        reload, self._das_reload = self._das_reload, None
+        if reload is not None:
+            reload.__exit__(None, None, None)
+        for reset in ("reset_encoder_cache", "reset_mm_cache"):  # as vLLM does when it reloads a directory
+            getattr(self.model_runner, reset)()
 
     def das_abort_weight_update(self) -> None:
         """End a weight update that has failed; the tensors that were received completely stay."""
@@ -186,13 +182,6 @@ class _AbortedError(Exception):
     """A weight update is aborted."""
 
 
-def _error_text(error: Exception) -> str:
-    """Return the message of an expected error, and the type of another one, too."""
-    from rollout_store.job.engine_errors import EngineError
-
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
 class DraftingExtension(EngineExtension):
     """The extension of an engine that drafts."""
 
@@ -205,8 +194,7 @@ class DraftingExtension(EngineExtension):
     def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
         """Create the index, the policy and the thread that reads the history, and start the proposer.
 
-        Args:
-            drafting: :class:`DraftingConfig` as a dictionary.
+        *drafting* is a :class:`DraftingConfig` as a dictionary.
 
         Returns:
             Whether this rank drafts.
@@ -217,8 +205,7 @@ class DraftingExtension(EngineExtension):
         from rollout_store.history.sync import HistorySync
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
-        from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
-        from rollout_worker.engine.vllm_patches_v2 import is_output_rank
+        from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
@@ -272,7 +259,7 @@ class DraftingExtension(EngineExtension):
     def _das_schedule_drafts(self) -> DraftScheduling:
         """Let the V2 model runner of this rank verify the drafts of the rank that drafts."""
         from rollout_worker.engine.speculator import DraftScheduling
-        from rollout_worker.engine.vllm_patches_v2 import broadcast_drafts, check
+        from rollout_worker.engine.vllm_plugin import broadcast_drafts, check
 
         check(self.model_runner, self.vllm_config)
         return DraftScheduling(self, broadcast_drafts(self.vllm_config))
@@ -305,10 +292,8 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.metrics import labeled_counters
-
         loop, controller = self._das_loop, self._das_controller
-        cost = controller.linear_cost(loop.num_requests)
+        cost = controller.fit.cost.linear_between(loop.num_requests, loop.num_requests)
         scheduling = self._das_scheduling
         return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
             "decoding_steps": loop.steps,
@@ -333,3 +318,21 @@ class DraftingExtension(EngineExtension):
             "labeled_counters": labeled_counters(self._das_index),
             "history": asdict(self._das_sync.counters),
         }
+
+
+def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
+    """Return an index's counters of draft tokens by name, and then by label.
+
+    Labels are sources, or the positions 1, 2, … of a draft, of which the last one, such as 16+, also counts all later
+    positions. Positions after the last one that was verified are left out.
+    """
+    by_source, by_position = index.verification_counts()
+    positions = [str(number) for number in range(1, len(by_position))] + [f"{len(by_position)}+"]
+    used = {label: counts for label, counts in zip(positions, by_position, strict=True) if counts.verified}
+    return {
+        "source_proposed_tokens": {source: counts.drafted for source, counts in index.counters().items()},
+        "source_draft_tokens": {source: counts.verified for source, counts in by_source.items()},
+        "source_accepted_tokens": {source: counts.accepted for source, counts in by_source.items()},
+        "position_draft_tokens": {label: counts.verified for label, counts in used.items()},
+        "position_accepted_tokens": {label: counts.accepted for label, counts in used.items()},
+    }

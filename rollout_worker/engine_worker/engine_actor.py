@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ import psutil
 import uvloop
 
 from rollout_api.ports import free_port
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job import JobStore
+from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
@@ -31,11 +32,11 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_client import own_address
 from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.engine_group import EngineGroup
-from rollout_worker.engine_worker.engine_setup import engine_config, weight_directories
+from rollout_worker.engine_worker.engine_setup import engine_config
 from rollout_worker.engine_worker.fleet import EngineState
+from rollout_worker.engine_worker.published_weights import WeightDirectories
 
 logger = logging.getLogger(__name__)
-
 _EXIT_FAILED = 1
 
 
@@ -51,7 +52,9 @@ class EngineActor:
         self.worker: EngineWorker | None = None
         """Connects the engine to the job while it serves."""
         self._process_id = secrets.token_hex(8)
-        self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
+        loop = uvloop.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="engine", daemon=True).start()
+        self._work = asyncio.run_coroutine_threadsafe(_serve(self, setup, name, speculative=speculative), loop)
         self._work.add_done_callback(_exit_on_failure)
 
     def __repr__(self) -> str:
@@ -62,17 +65,6 @@ class EngineActor:
         """Return the state of this process and its engine."""
         engine = "" if self.worker is None else self.worker.engine_id
         return EngineState(self._process_id, os.getpid(), self.started, engine, self.error)
-
-
-class _EventLoopThread:
-    """An asyncio event loop in a thread."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = uvloop.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 def _exit_on_failure(work: Future[Any]) -> None:
@@ -171,3 +163,15 @@ async def _serve_with(
         actor.worker = None
         engine.close()
     return worker
+
+
+def weight_directories(setup: JobSetup, model: Path, job_store: JobStore) -> WeightDirectories:
+    """Return where published weights may be, for an engine of *model*."""
+    spec = setup.job.spec
+    return WeightDirectories(
+        model,
+        setup.cache,
+        spec.weights.allowed_roots,
+        model_uri=spec.model.uri,
+        checksum=job_store.weight_checksums,
+    )

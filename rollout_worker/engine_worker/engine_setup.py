@@ -8,21 +8,16 @@ from pathlib import Path
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.weights.gloo import GLOO
-from rollout_store.job import JobStore
 from rollout_store.job.setup import JobSetup
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
-from rollout_worker.engine_worker.weight_directories import WeightDirectories
 from rollout_worker.policy.draft_policy import max_draft_length
 
 
 def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineConfig:
     """Build the configuration of an engine.
 
-    Args:
-        setup: the settings of the job.
-        model: directory of the model.
-        speculative: False for an engine without speculation, whatever the manifest says.
+    If it is not *speculative*, it has no speculation, whatever the manifest says.
     """
     job = setup.job
     drafting = None
@@ -44,18 +39,6 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
         drafting=drafting,
         weight_transfer=transfer_backend(job),
         overrides=setup.overrides or {},
-    )
-
-
-def weight_directories(setup: JobSetup, model: Path, job_store: JobStore) -> WeightDirectories:
-    """Return where published weights may be, for an engine of *model*."""
-    spec = setup.job.spec
-    return WeightDirectories(
-        model,
-        setup.cache,
-        spec.weights.allowed_roots,
-        model_uri=spec.model.uri,
-        checksum=job_store.weight_checksums,
     )
 
 

@@ -12,16 +12,17 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, decode
 from rollout_api.redis_client.retry import retry_async
 from rollout_store.job import Assignment, JobStore, Order, arrival_time
-from rollout_store.job.admission_rules import can_continue
-from rollout_store.job.engine_errors import AdmissionError
-from rollout_store.job.limits import MAX_CACHED_REQUESTS
+from rollout_store.job.admission_rules import AdmissionError, can_continue
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
+from rollout_worker.engine_worker.published_weights import PublishedWeights
 from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
-from rollout_worker.engine_worker.weight_updater import WeightUpdater
+
+MAX_CACHED_REQUESTS = 512
+"""Number of recently used requests that an engine keeps."""
 
 
 class RolloutExecutor:
@@ -37,14 +38,14 @@ class RolloutExecutor:
         requests: RequestCache,
         checkpoints: CheckpointWriter,
         token_streams: TokenStreams,
-        announcer: HistoryAnnouncer,
-        weights: WeightUpdater,
+        prefetcher: HistoryPrefetcher,
+        weights: PublishedWeights,
         checkpoint_tokens: int,
     ) -> None:
         self._engine, self._job_store, self._lease = engine, job_store, lease
         self._running, self._requests = running, requests
         self._checkpoints, self._token_streams = checkpoints, token_streams
-        self._announcer, self._weights, self._checkpoint_tokens = announcer, weights, checkpoint_tokens
+        self._prefetcher, self._weights, self._checkpoint_tokens = prefetcher, weights, checkpoint_tokens
         self._failed = asyncio.Event()
         self._error: Exception | None = None
         self._clock_offset = 0.0
@@ -140,8 +141,8 @@ class RolloutExecutor:
         # Set only now, because a weight update waits for all pinned rollouts.
         running.pinned_version = pinned if served else None
         if served and not running.stopped.is_set():
-            with self._announcer.in_use(request.problem):
-                await self._announcer.wait_ready(request.problem)
+            with self._prefetcher.in_use(request.problem):
+                await self._prefetcher.wait_ready(request.problem)
             # Loading an adapter does not wait for pinned rollouts.
             served = pinned is None or self._engine.weight_version == pinned
         return served
@@ -155,11 +156,7 @@ class RolloutExecutor:
     ) -> None:
         """Sample the rollout, then record it, or checkpoint it if another engine continues it.
 
-        Args:
-            running: the rollout.
-            request: its request.
-            resumed: what another engine has sampled of it.
-            engine_id: id of this engine.
+        *resumed* is what another engine has sampled of it.
         """
         prefix = resumed or request.prefix
         sample, order_id = running.assignment.sample, running.order.order_id
@@ -171,7 +168,7 @@ class RolloutExecutor:
         reason: FinishReason | None
         try:
             _check_age(prefix, running.assignment.oldest_version)
-            with self._announcer.in_use(request.problem):
+            with self._prefetcher.in_use(request.problem):
                 generated = await self._generate(running, request, prefix, stream)
             reason, detail = generated.finish_reason or running.finish_reason, ""
         except AdmissionError as error:
@@ -257,12 +254,7 @@ class RequestCache:
     """Reads each request once for all its samples; recently used requests are kept."""
 
     def __init__(self, job_store: JobStore, defaults: Sampling) -> None:
-        """Create an empty cache.
-
-        Args:
-            job_store: the job's state in Redis.
-            defaults: sampling settings of the job, for what a request leaves open.
-        """
+        """Create an empty cache. *defaults* apply to what a request leaves open."""
         self._job_store, self._defaults = job_store, defaults
         self._reads: OrderedDict[str, asyncio.Future[RolloutRequest | None]] = OrderedDict()
 

@@ -14,16 +14,20 @@ import redis
 
 from rollout_api.redis_client.connection import connect
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.limits import (
-    ACTOR_ANSWER_TIMEOUT_S,
-    ACTOR_RESTART_TIMEOUT_S,
-    ENGINE_RETRY_DELAY_S,
-    FLEET_INTERVAL_S,
-    MAX_START_FAILURES,
-)
 from rollout_store.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
+
+FLEET_INTERVAL_S = 1.0
+"""Seconds between two passes over the engine actors."""
+ENGINE_RETRY_DELAY_S = 30.0
+"""Seconds after which an engine that could not start is started again."""
+ACTOR_ANSWER_TIMEOUT_S = 0.2
+"""Seconds for which a pass waits for the actors' answers."""
+ACTOR_RESTART_TIMEOUT_S = 120.0
+"""Seconds within which Ray must have restarted an actor that has died; then it is replaced."""
+MAX_START_FAILURES = 3
+"""Number of consecutive deaths of an engine's process during its start that are reported as an error."""
 
 ENGINE_RESOURCE = "rollout_engine"
 """Ray resource. A worker has one unit of it for each of its engines."""
@@ -56,10 +60,7 @@ class Fleet:
     ) -> None:
         """Manage the engines of a worker.
 
-        Args:
-            setup: the job.
-            actor: class of the engines' actors.
-            on_state: called with every answer of an engine.
+        *actor* is the class of the engines' actors; *on_state* is called with every answer of an engine.
         """
         self._setup, self._actor, self._on_state = setup, actor, on_state
         self._wanted = {f"engine-{number}": True for number in range(setup.engines_per_machine)}

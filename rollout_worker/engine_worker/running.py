@@ -100,9 +100,7 @@ class RunningRollouts:
     async def hand_over(self, *, grace: float, checkpoint_timeout: float) -> None:
         """Let rollouts finish for *grace* seconds, then stop the others so that other engines continue them.
 
-        Args:
-            grace: seconds until the rollouts are stopped.
-            checkpoint_timeout: seconds that the stopped rollouts have to write their checkpoints.
+        The stopped rollouts have *checkpoint_timeout* seconds to write their checkpoints.
         """
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=grace)

@@ -7,15 +7,19 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_store.job import JobStore
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import TOKEN_STREAM_INTERVAL_S
 from rollout_store.job.rollouts import AppendedTokens
+from rollout_worker.engine.response import TokensSoFar
 
 logger = logging.getLogger(__name__)
+
+TOKEN_STREAM_INTERVAL_S = 0.02
+"""Pause between two writes of the tokens of rollouts that are streamed."""
+Tokens = TokensSoFar | Partial
+"""The tokens of a response so far."""
 
 
 class CheckpointWriter:
@@ -59,26 +63,10 @@ class CheckpointWriter:
             failing = bool(failures)
 
 
-class Tokens(Protocol):
-    """The tokens of a response so far."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-
-    def since(self, start: int, /) -> Partial:
-        """Return the tokens from index *start* on."""
-
-
 class TokenStream:
     """The tokens of one rollout. What was written remains the beginning of the rollout.
 
-    Args:
-        engine: id of this engine.
-        order: id of its order for the rollout.
-        request: the request.
-        sample: index of the rollout within the request.
-        written: number of tokens in Redis.
+    The first *written* tokens are in Redis.
     """
 
     def __init__(self, engine: str, order: str, request: RolloutRequest, sample: int, written: int) -> None:

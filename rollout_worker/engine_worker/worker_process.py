@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 _POLL_INTERVAL_S = 0.5
 """Seconds between two checks of the job or of Ray."""
 HANDOVER_MARGIN_S = 10.0
@@ -50,10 +49,7 @@ _SHUTDOWN_POLL_INTERVAL_S = 0.25
 def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
     """Run a worker of a job until SIGTERM. Its engines then hand over their running rollouts, unless the job has ended.
 
-    Args:
-        setup: the job.
-        name: name of this worker in the job's status.
-        http_port: port of ``/readyz``; 0 for none.
+    The job's status calls the worker *name*. ``/readyz`` is served if *http_port* is not 0.
 
     Returns:
         Whether the job has ended.
@@ -66,7 +62,7 @@ def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
     job_store = LauncherStore(server, setup.keys)
     terminated = threading.Event()
     readiness = WorkerReadiness(setup.num_engines)
-    with _readiness_server(http_port, readiness):
+    with serving_readiness(http_port, readiness.why_not_ready):
         wait_until_usable(server, setup.redis_url)
         if setup.history_url:
             warn_if_unusable(setup.history_url)
@@ -81,16 +77,6 @@ def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
             if not terminated.is_set():  # else SIGTERM has interrupted the start of Ray
                 raise
         return _has_ended(job_store)
-
-
-@contextlib.contextmanager
-def _readiness_server(port: int, readiness: WorkerReadiness) -> Iterator[None]:
-    server = ReadinessServer(port, readiness.why_not_ready) if port else None
-    try:
-        yield
-    finally:
-        if server is not None:
-            server.close()
 
 
 def warn_if_unusable(history_url: str) -> None:
@@ -153,42 +139,39 @@ class _DualStackServer(ThreadingHTTPServer):
         super().server_bind()
 
 
-class ReadinessServer:
-    """Answers ``GET /readyz`` with 200, or with 503 and the reason, and ``GET /healthz`` with 200."""
+@contextlib.contextmanager
+def serving_readiness(port: int, why_not_ready: Callable[[], str]) -> Iterator[None]:
+    """Serve ``GET /readyz`` and ``GET /healthz`` on all addresses within the context, unless *port* is 0.
 
-    def __init__(self, port: int, why_not_ready: Callable[[], str]) -> None:
-        """Listen on all addresses until :meth:`close`.
+    The former answers 200, or 503 and the reason that *why_not_ready* returns; '' means ready. It is called for every
+    request, in threads of the server.
 
-        Args:
-            port: the port; 0 for a free one.
-            why_not_ready: returns '' when the process is ready, else the reason why it is not. It is called for every
-                request, in threads of this server.
+    Raises:
+        OSError: if the port is in use.
+    """
 
-        Raises:
-            OSError: if the port is in use.
-        """
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in ("/readyz", "/healthz"):
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            reason = why_not_ready() if self.path == "/readyz" else ""
+            body = (reason or "ok").encode() + b"\n"
+            self.send_response(HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path not in ("/readyz", "/healthz"):
-                    self.send_error(HTTPStatus.NOT_FOUND)
-                    return
-                reason = why_not_ready() if self.path == "/readyz" else ""
-                body = (reason or "ok").encode() + b"\n"
-                self.send_response(HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
-                self.send_header("Content-Type", "text/plain; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class names it so
+            """Log nothing, because kubelets send a request every few seconds."""
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class names it so
-                """Log nothing, because kubelets send a request every few seconds."""
-
-        self._server = _DualStackServer(("", port), Handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="readiness", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+    if not port:
+        yield
+        return
+    with _DualStackServer(("", port), Handler) as server:
+        threading.Thread(target=server.serve_forever, name="readiness", daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()

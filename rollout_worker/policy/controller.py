@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-from rollout_store.arrays import Floats, Integers
+from rollout_store.arrays import Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
-from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
+from rollout_worker.policy.governor import Governor, StepOutcome
 from rollout_worker.policy.step_cost import StepCost
 
 _STEPS_UNTIL_SKIPPING = 4
@@ -54,23 +53,6 @@ class IdleBackoff:
             self._steps_left, self._skips_left = _STEPS_BETWEEN_SKIPS, self._series_length
 
 
-class StepOutcome(NamedTuple):
-    """The outcome of one verification step; arrays of shape (rollouts,)."""
-
-    rows: Integers
-    """Rows of the rollouts, each once."""
-    generated: Integers
-    """Number of tokens that each generated, accepted draft tokens included."""
-    drafted: Integers
-    """Number of verified draft tokens."""
-    expected: Floats
-    """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
-    context_tokens: Integers
-    """Number of tokens of prompt and response that attention read."""
-    trial: Trial | None = None
-    """:attr:`Governor.trial` after the drafts of this step were selected."""
-
-
 class DraftController:
     """Combines a draft policy, the fitted cost model and the governor of one engine."""
 
@@ -80,7 +62,6 @@ class DraftController:
         prior: StepCost,
         *,
         graph_tokens: int = 0,
-        exploration: float = EXPLORATION_SHARE,
         governed: bool = True,
     ) -> None:
         """Create a controller without rollouts.
@@ -90,11 +71,10 @@ class DraftController:
             prior: cost model until steps were measured.
             graph_tokens: number of tokens of the largest CUDA graph; 0 if there are none.
                 Drafts are shortened so that steps are not larger, because the host may take longer than the GPU then.
-            exploration: share of all tokens that may be drafted where drafting does not pay.
             governed: whether drafting is disabled where it does not pay.
         """
         self.fit = CostFit(prior)
-        self.governor = Governor(exploration=exploration)
+        self.governor = Governor()
         self.timed_s = 0.0
         """Seconds of all measured steps."""
         self.without_drafts_s = 0.0
@@ -157,17 +137,10 @@ class DraftController:
             self.min_gain_s = 0.0 if self.fit.num_steps_with_drafts >= _FIRST_STEPS_WITH_DRAFTS else -math.inf
         return self.governor.limit(rows, budgets)
 
-    def linear_cost(self, rollouts: int) -> StepCost:
-        """Return the cost model of a step with about one draft token for each rollout, without experts."""
-        return self.fit.cost.linear_between(rollouts, rollouts)
-
     def select_trial(self, rows: Integers, drafted: Integers, gain_s: float) -> int | None:
         """Choose the only draft to verify in a step whose drafts gain no more than :attr:`min_gain_s`.
 
-        Args:
-            rows: the rollouts, each once, shape (rollouts,).
-            drafted: number of tokens of each draft, shape (rollouts,), not all 0.
-            gain_s: seconds that the drafts gain together.
+        The drafts, not all of them empty, gain *gain_s* seconds together.
 
         Returns:
             An index into *rows*, or None if no draft is verified.
@@ -191,23 +164,14 @@ class DraftController:
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
         """Learn from the outcome of a step.
 
-        Args:
-            step: the outcome.
-            seconds: duration of the step; None if it also did something else, such as reading a prompt.
+        The duration is None if the step also did something else, such as reading a prompt.
         """
         num_rollouts = len(step.rows)
         if not num_rollouts:
             return
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
-        self.governor.observe_step(
-            step.rows,
-            generated=step.generated,
-            drafted=step.drafted,
-            expected=step.expected,
-            accepted=accepted,
-            trial=step.trial,
-        )
+        self.governor.observe_step(step, accepted)
         if seconds is None:
             self.governor.observe_time(None)
         else:

@@ -6,7 +6,8 @@ policies.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -88,20 +89,13 @@ class RolloutTable:
         self._free += range(len(self.generated) - 1, allocated - 1, -1)
 
     def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
-        """Record one verification step: the tokens that each rollout generated, and its draft tokens.
-
-        No row may occur twice.
-        """
+        """See :meth:`DraftPolicy.advance`."""
         self.generated[rows] += tokens
         steps = self._steps[rows] + 1
         self._steps[rows] = steps
         weights = 1 / np.minimum(steps + 4, _RATE_WINDOW_STEPS)
         for averages, values in ((self.tokens_per_step, tokens), (self.drafted_per_step, drafted)):
             averages[rows] += (values - averages[rows]) * weights
-
-    def add_unobserved(self, row: int, tokens: int) -> None:
-        """Record tokens that a rollout generated in steps that were not observed."""
-        self.generated[row] += tokens
 
     def close(self, row: int) -> None:
         """Remove a rollout."""
@@ -131,67 +125,38 @@ class DraftLimits(NamedTuple):
     """Maximum number of draft tokens of all rollouts together."""
 
 
-class DraftPolicy(Protocol):
+class DraftPolicy(ABC):
     """Decides how many tokens to draft for each running rollout. A rollout is identified by its row."""
-
-    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """Start to follow a rollout.
-
-        Args:
-            problem: problem id.
-            prompt_tokens: length of its prompt.
-            generated: number of response tokens that it has already.
-            max_tokens: number of response tokens at which it is cut off.
-
-        Returns:
-            Its row: a small number that may be given to another rollout after :meth:`close`.
-        """
-
-    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
-        """Record one verification step; no row may occur twice.
-
-        Args:
-            rows: the rollouts in the step, shape (rollouts,).
-            tokens: number of tokens that each generated, accepted draft tokens included.
-            drafted: number of draft tokens of each.
-        """
-
-    def add_unobserved(self, row: int, tokens: int) -> None:
-        """Record tokens that a rollout generated in steps that were not observed."""
-
-    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
-        """Choose the budgets of the rollouts in the next step.
-
-        Args:
-            rows: all rollouts that are running, shape (rollouts,).
-            cost: cost model of a step.
-        """
-
-    def close(self, row: int) -> None:
-        """Stop following a rollout that has ended."""
-
-
-class BoundedPolicy:
-    """Base class: follows the running rollouts and applies the limits of a step."""
 
     def __init__(self, limits: DraftLimits) -> None:
         self._limits = limits
         self._rollouts = RolloutTable()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """See :meth:`DraftPolicy.open`."""
+        """Start to follow a rollout. It has *generated* response tokens already, and is cut off at *max_tokens*.
+
+        Returns:
+            Its row: a small number that may be given to another rollout after :meth:`close`.
+        """
         return self._rollouts.open(prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
 
     def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
-        """See :meth:`DraftPolicy.advance`."""
+        """Record one verification step: the tokens that each rollout generated, and its draft tokens.
+
+        No row may occur twice.
+        """
         self._rollouts.advance(rows, tokens, drafted)
 
     def add_unobserved(self, row: int, tokens: int) -> None:
-        """See :meth:`DraftPolicy.add_unobserved`."""
-        self._rollouts.add_unobserved(row, tokens)
+        """Record tokens that a rollout generated in steps that were not observed."""
+        self._rollouts.generated[row] += tokens
+
+    @abstractmethod
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
+        """Choose the budgets of the rollouts in the next step."""
 
     def close(self, row: int) -> None:
-        """See :meth:`DraftPolicy.close`."""
+        """Stop following a rollout that has ended."""
         self._rollouts.close(row)
 
     def _max_useful(self, rows: Integers) -> Integers:
@@ -237,7 +202,7 @@ class BoundedPolicy:
         return tokens
 
 
-class Fixed(BoundedPolicy):
+class Fixed(DraftPolicy):
     """``fixed`` and ``unlimited``: drafts equally many tokens for every rollout, regardless of cost and survival."""
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
@@ -245,7 +210,7 @@ class Fixed(BoundedPolicy):
         return self._without_thresholds(rows, cost, self._limit_step(self._max_useful(rows)))
 
 
-class Marginal(BoundedPolicy):
+class Marginal(DraftPolicy):
     """Ends each draft where the expected benefit of its next token no longer exceeds the token's cost.
 
     A rollout that generates r tokens per step needs 1/r fewer steps for each accepted token. A step of one of n
@@ -272,10 +237,5 @@ def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
 
 
 def make_policy(name: PolicyName, limits: DraftLimits) -> DraftPolicy:
-    """Create a policy for one engine.
-
-    Args:
-        name: name of the policy.
-        limits: limits of the draft tokens in one step.
-    """
+    """Create a policy for one engine."""
     return Marginal(limits) if name == "marginal" else Fixed(limits)

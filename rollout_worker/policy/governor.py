@@ -71,6 +71,23 @@ class Trial(NamedTuple):
     """Number of rollouts that this one was chosen from."""
 
 
+class StepOutcome(NamedTuple):
+    """The outcome of one verification step; arrays of shape (rollouts,)."""
+
+    rows: Integers
+    """Rows of the rollouts, each once."""
+    generated: Integers
+    """Number of tokens that each generated, accepted draft tokens included."""
+    drafted: Integers
+    """Number of verified draft tokens."""
+    expected: Floats
+    """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
+    context_tokens: Integers
+    """Number of tokens of prompt and response that attention read."""
+    trial: Trial | None = None
+    """:attr:`Governor.trial` after the drafts of this step were selected."""
+
+
 class Governor:
     """Limits a policy's budgets by what drafting has achieved.
 
@@ -191,11 +208,7 @@ class Governor:
         return budgets._replace(tokens=tokens, min_survivals=survivals)
 
     def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
-        """Choose the draft of one rollout as a trial, because all drafts together do not pay.
-
-        Args:
-            rows: the rollouts, shape (rollouts,).
-            drafted: number of tokens of each rollout's draft, shape (rollouts,), not all 0.
+        """Choose the draft of one rollout as a trial, because all drafts together do not pay. Not all drafts are empty.
 
         Returns:
             An index into *rows*, or None if no draft is to be verified.
@@ -213,28 +226,11 @@ class Governor:
         self._turn += 1
         return int(places[self._turn % len(places)])
 
-    def observe_step(
-        self,
-        rows: Integers,
-        *,
-        generated: Integers,
-        drafted: Integers,
-        expected: Floats,
-        accepted: Integers,
-        trial: Trial | None,
-    ) -> None:
-        """Record the acceptance of one step.
-
-        Args:
-            rows: all rollouts in the step, no row twice; all arguments have the shape (rollouts,).
-            generated: number of tokens that each generated, accepted draft tokens included.
-            drafted: number of its draft tokens that were verified.
-            expected: number of draft tokens expected to be accepted, which is the sum of their survivals.
-            accepted: number of draft tokens that were accepted.
-            trial: the trial among the drafts.
-        """
+    def observe_step(self, step: StepOutcome, accepted: Integers) -> None:
+        """Record how many draft tokens of each rollout were accepted in one step, shape (rollouts,)."""
+        rows, drafted, expected = step.rows, step.drafted, step.expected
         self._allowance_tokens = min(
-            self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
+            self._allowance_tokens + self._exploration * int(step.generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
         )
         if not drafted.any():
             return
@@ -247,8 +243,8 @@ class Governor:
         decay = np.where(total_expected > _HALVE_ROLLOUT_AT_TOKENS, 0.5, 1.0)
         self._expected[rows] = total_expected * decay
         self._accepted[rows] = (self._accepted[rows] + accepted) * decay
-        if trial is not None:
-            explored = int(drafted[rows == trial.row].sum())
+        if step.trial is not None:
+            explored = int(drafted[rows == step.trial.row].sum())
             self._allowance_tokens -= explored
             self.trial_tokens += explored
 
@@ -284,13 +280,8 @@ class Governor:
         """Record the gain of a trial; enable drafting if all rollouts together would gain enough.
 
         The gain follows from the cost model, because the cost of one rollout's tokens cannot be measured: steps vary by
-        more than that.
-
-        Args:
-            trial: the trial.
-            without_drafts_s: predicted seconds of the step without drafts.
-            gain_s: seconds that the accepted tokens save, minus the cost of its tokens.
-            drafting_s: c_draft, the cost of verifying any drafts.
+        more than that. *without_drafts_s* is predicted for the step; *gain_s* is what the accepted tokens save, minus
+        the cost of the trial's tokens; and *drafting_s* is c_draft.
         """
         if not self.drafting_disabled or without_drafts_s <= 0:
             return
@@ -313,25 +304,14 @@ class SpeculationCutoff:
     def __init__(
         self, *, min_decoding_s: float = MIN_DECODING_S, min_disabled_share: float = _MIN_DISABLED_SHARE
     ) -> None:
-        """Create a cutoff; see :data:`MIN_DECODING_S`.
-
-        Args:
-            min_decoding_s: seconds of decoding that are observed at least.
-            min_disabled_share: share of the decoding time in which drafting must have been disabled, per version.
-        """
+        """Create a cutoff; see :data:`MIN_DECODING_S`."""
         self._min_decoding_s, self._min_disabled_share = min_decoding_s, min_disabled_share
         self._versions: OrderedDict[int, tuple[float, float]] = OrderedDict()
         """Weight version → seconds of decoding, and seconds of them while drafting was disabled."""
         self._total_s = 0.0
 
     def observe(self, *, weight_version: int, decoding_s: float, drafting_disabled: bool) -> None:
-        """Record the engine's state.
-
-        Args:
-            weight_version: the version that the engine serves.
-            decoding_s: seconds of decoding since the engine started.
-            drafting_disabled: whether its governor has disabled drafting.
-        """
+        """Record the engine's state. *decoding_s* counts from the start of the engine."""
         added_s, self._total_s = max(0.0, decoding_s - self._total_s), decoding_s
         decoded_s, disabled_s = self._versions.pop(weight_version, (0.0, 0.0))
         self._versions[weight_version] = decoded_s + added_s, disabled_s + added_s * drafting_disabled

@@ -35,19 +35,12 @@ class StepCost(NamedTuple):
     def with_experts(self, share: float) -> StepCost:
         """Return the cost model of a mixture of experts that has most of its weights in experts.
 
-        Args:
-            share: share of the experts that one token uses; 0: the model is dense.
+        One token uses this *share* of the experts; 0 means a dense model.
         """
         return self._replace(experts_s=4 * self.base_s, expert_share=share) if share else self
 
     def step_time(self, tokens: int, context_tokens: int, *, has_drafts: bool = False) -> float:
-        """Predict the duration of a step in seconds.
-
-        Args:
-            tokens: number of verified tokens.
-            context_tokens: number of context tokens of all rollouts together.
-            has_drafts: whether any draft is verified.
-        """
+        """Predict the duration of a step in seconds."""
         return (
             self.base_s
             + self.per_token_s * tokens
@@ -60,11 +53,7 @@ class StepCost(NamedTuple):
         """Return a model without experts that agrees with this one for steps with and without drafts.
 
         Its c_tok is the mean cost of a draft token. The first tokens cost more, because with them a step uses more
-        experts.
-
-        Args:
-            rollouts: number of rollouts.
-            draft_tokens: number of draft tokens of all of them; at least 1 is assumed.
+        experts. At least one draft token is assumed.
         """
         if not self.expert_share:
             return self

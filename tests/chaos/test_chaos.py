@@ -27,7 +27,7 @@ import yaml
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import RolloutId
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode, WeightSpan
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult

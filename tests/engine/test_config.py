@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout_api.manifest import engine_args as reserved
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import (
     EngineConfig,
     cuda_graph_sizes,

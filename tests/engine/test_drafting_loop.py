@@ -55,7 +55,7 @@ class FailingIndex(SuffixIndex):
         self._failing = failing
 
     def new_batch(self, *arrays: Any) -> Batch:
-        batch = FailingBatch(self._native, *arrays)
+        batch = FailingBatch(self, *arrays)
         batch.failing = self._failing
         return batch
 

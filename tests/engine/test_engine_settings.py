@@ -13,7 +13,7 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import MAX_KEPT_TOP_K, Sampling
 from rollout_api.protocol.messages import Partial
-from rollout_store.job.admission_rules import check_admission
-from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH, kept_tokens, kept_width
 from tests.support.engines import EngineHarness
 from tests.support.reference_model import VOCABULARY, ReferenceDistribution

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
-from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.admission_rules import AdmissionError
 from rollout_worker.engine.response import GenerationResult
 from tests.support.engines import EngineHarness
 from tests.support.reference_model import EOS, ReferenceDistribution, make_model

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_api.manifest.spec import Sampling
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.admission_rules import AdmissionError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config

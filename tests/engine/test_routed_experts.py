@@ -16,8 +16,8 @@ from rollout_api.arrays import routed_experts_array
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.admission_rules import check_admission
-from rollout_store.job.engine_errors import AdmissionError, EngineError
+from rollout_store.job.admission_rules import AdmissionError, check_admission
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult, routed_experts_of

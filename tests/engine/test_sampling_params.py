@@ -9,8 +9,7 @@ from vllm.v1.sample import rejection_sampler
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, WeightSpan
-from rollout_store.job.admission_rules import can_continue, check_admission
-from rollout_store.job.engine_errors import AdmissionError
+from rollout_store.job.admission_rules import AdmissionError, can_continue, check_admission
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids, vllm_sampling_params
 from rollout_worker.engine.vllm_patches import patch_draft_sampling, patch_sampling_without_drafts

@@ -20,7 +20,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
 from rollout_api.protocol.messages import UpdateMode
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_patches import load_nccl_id, unpickling_nccl_ids_only
 from tests.support.engines import EngineHarness, engine_config

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine import weight_loading
-from rollout_worker.engine.checkpoint_check import check_checkpoint
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine.weight_loading import check_checkpoint
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, accepted_share

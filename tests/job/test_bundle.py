@@ -17,8 +17,8 @@ from rollout_api.bundle import read_archive
 from rollout_api.ports import free_port
 from rollout_api.protocol.status import EXIT_STATE
 from rollout_head.child_services import JobServices
-from rollout_store.job.incoming import add_dead_letter
 from rollout_store.job.setup import JobSetup
+from rollout_store.job.streams import add_dead_letter
 from rollout_tools.cli.main import app
 from rollout_tools.launch.job_state import RecordedRedis, record_manifest, record_redis
 from rollout_tools.report.recording import load_recording

@@ -46,7 +46,7 @@ from rollout_store.history.store import HistoryStore
 from rollout_store.job import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
 from rollout_store.job.assignments import Assignment
 from rollout_store.job.canary import canary_sample
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from tests.support.in_process_job import manifest
 from tests.support.results_in_redis import kept_rollouts, num_kept, refusals
 from tests.support.waiting import wait_for_async

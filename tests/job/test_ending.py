@@ -16,7 +16,7 @@ from rollout_head.ending import EndState, end_job
 from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.limits import JOB_RETENTION_S
+from rollout_store.job.part import JOB_RETENTION_S
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 
 NAME = "default/math"

@@ -18,9 +18,8 @@ import pytest
 import redis
 
 from rollout_api.protocol.keys import MessageKeys
-from rollout_store.job.engine_groups import EngineGroupStore
-from rollout_worker.engine_worker.engine_group import EngineGroup
-from rollout_worker.engine_worker.follower_machine import Follower
+from rollout_store.job.engines import EngineGroupStore
+from rollout_worker.engine_worker.engine_group import EngineGroup, Follower
 from tests.support.waiting import wait_for
 
 WAITING = "import json, sys, time; json.dump(json.load(sys.stdin), open(sys.argv[1], 'w')); time.sleep(600)"

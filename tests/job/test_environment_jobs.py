@@ -16,7 +16,7 @@ import redis
 import yaml
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE

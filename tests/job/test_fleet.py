@@ -20,8 +20,8 @@ import ray
 from rollout_store.job import JobStore
 from rollout_store.job.setup import JobSetup
 from rollout_worker.engine_worker import fleet as fleet_module
+from rollout_worker.engine_worker.engines import start_local_ray, stop_local_ray
 from rollout_worker.engine_worker.fleet import EngineState, Fleet
-from rollout_worker.engine_worker.local_ray import start_local_ray, stop_local_ray
 from tests.support.waiting import wait_for
 
 MANIFEST = {

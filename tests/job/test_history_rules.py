@@ -20,7 +20,7 @@ from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore
 from rollout_store.history.sync import HistorySync
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.setup import JobSetup
 from rollout_worker.drafting.index import SuffixIndex
 from tests.support.recording_sink import names

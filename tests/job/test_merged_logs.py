@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_store.runtime.log_files import NUM_OLD_FILES, logging_to_file, rotating_handler
+from rollout_store.runtime.output import NUM_OLD_FILES, logging_to_file, rotating_handler
 from rollout_tools.cli.merged_logs import JobLogs, LogLine
 from rollout_tools.launch.job_state import log_directory
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.status import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE, CoordinatorStatus
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_tools.cli.main import app
 from rollout_tools.report.recording import load_recording

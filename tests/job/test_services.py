@@ -16,7 +16,7 @@ from rollout_api import RolloutClient
 from rollout_api.ports import free_port
 from rollout_head.child_services import JobServices
 from rollout_head.services import Service
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from tests.support.waiting import wait_for
 

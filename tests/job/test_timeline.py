@@ -18,8 +18,8 @@ from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measu
 from rollout_api.redis_client.connection import connect
 from rollout_head.coordinator.distributions import Distribution, RolloutDistributions
 from rollout_store.job import EngineReport, JobStore, LeaseState, RolloutProgress
-from rollout_store.job.limits import ENTRIES_PER_PAGE, MAX_MEASUREMENTS_BYTES
-from rollout_store.job.timeline import resolution
+from rollout_store.job.streams import ENTRIES_PER_PAGE
+from rollout_store.job.timeline import MAX_MEASUREMENTS_BYTES, resolution
 from tests.support.job_messages import JOB, request, rollout
 
 Run = Callable[[Callable[[JobStore], Coroutine[Any, Any, None]]], None]

@@ -37,7 +37,7 @@ from rollout_head.tracing import (
 )
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import EngineReport, JobStore, StaleCoordinatorError
-from rollout_store.job.request_trace import RequestTrace, pack_trace
+from rollout_store.job.requests import RequestTrace, pack_trace
 from rollout_store.job.setup import JobSetup
 from tests.support.in_process_job import manifest
 from tests.support.job_messages import HISTORY, JOB, request, rollout

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.ports import free_port
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from tests.support.documentation import ROOT, console_blocks, titled_files
 

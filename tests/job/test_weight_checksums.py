@@ -10,7 +10,7 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.weights.checksum import checksum
-from rollout_store.job import JobStore, weight_checksums
+from rollout_store.job import JobStore, job_record
 
 
 class Computations:
@@ -18,7 +18,7 @@ class Computations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(weight_checksums, "checksum", self)
+        monkeypatch.setattr(job_record, "checksum", self)
 
     def __call__(self, directory: Path) -> str:
         self.count += 1
@@ -98,7 +98,7 @@ def test_an_engine_that_fails_leaves_the_checksum_to_another_one(
         raise OSError("stale file handle")
 
     with monkeypatch.context() as failing:
-        failing.setattr(weight_checksums, "checksum", fail)
+        failing.setattr(job_record, "checksum", fail)
         with pytest.raises(OSError, match="stale file handle"):
             compute(redis_url, weights, "0" * 64)
     expected = checksum(weights)

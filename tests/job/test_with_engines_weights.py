@@ -24,7 +24,7 @@ from rollout_api import (
     WeightsError,
 )
 from rollout_api.manifest.spec import Sampling
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import (
     ENDLESS,

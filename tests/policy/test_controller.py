@@ -7,8 +7,9 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from rollout_worker.policy.controller import DraftController, IdleBackoff, StepOutcome
+from rollout_worker.policy.controller import DraftController, IdleBackoff
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Fixed, Marginal
+from rollout_worker.policy.governor import StepOutcome
 from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 
 ROLLOUTS, MAX_DRAFT_TOKENS = 4, 32

@@ -90,6 +90,6 @@ def test_each_of_many_rollouts_has_its_own_row() -> None:
     rows = np.array([table.open(prompt_tokens=number, generated=0, max_tokens=1000) for number in range(100)])
     assert 100 == len(set(rows.tolist()))
     table.advance(rows, np.arange(100), np.zeros(100, np.int64))
-    table.add_unobserved(int(rows[3]), 500)
+    table.generated[rows[3]] += 500
     assert [503, 4] == table.generated[rows[[3, 4]]].tolist()
     assert [3, 99] == table.prompt_tokens[rows[[3, 99]]].tolist()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.policy.draft_policy import DraftBudgets
-from rollout_worker.policy.governor import MIN_DECODING_S, Governor, SpeculationCutoff
+from rollout_worker.policy.governor import MIN_DECODING_S, Governor, SpeculationCutoff, StepOutcome
 
 Integers = npt.NDArray[np.int64]
 
@@ -49,9 +49,8 @@ def run_step(governor: Governor, budgets: DraftBudgets, probability: float, rati
     lengths = draft_lengths(governor.limit(rows, budgets), probability)
     expected = expected_accepted(lengths, probability)
     accepted = np.round(np.array(ratios) * expected).astype(np.int64)
-    governor.observe_step(
-        rows, generated=accepted + 1, drafted=lengths, expected=expected, accepted=accepted, trial=governor.trial
-    )
+    context_tokens = np.zeros_like(lengths)
+    governor.observe_step(StepOutcome(rows, accepted + 1, lengths, expected, context_tokens, governor.trial), accepted)
     return lengths
 
 
@@ -219,14 +218,8 @@ def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_trial(l
             verified[selected] = drafted[selected]
         explored, generated = explored + int(verified.sum()), generated + len(lengths)
         none = np.zeros_like(drafted)
-        governor.observe_step(
-            rows,
-            generated=none + 1,
-            drafted=verified,
-            expected=none.astype(float),
-            accepted=none,
-            trial=governor.trial,
-        )
+        outcome = StepOutcome(rows, none + 1, verified, none.astype(float), none, governor.trial)
+        governor.observe_step(outcome, none)
     assert explored <= 0.005 * generated + 16
 
 

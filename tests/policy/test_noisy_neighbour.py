@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from rollout_store.arrays import Floats, Integers
-from rollout_worker.policy.controller import DraftController, StepOutcome
+from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits, Marginal
+from rollout_worker.policy.governor import StepOutcome
 from rollout_worker.policy.step_cost import CPU, StepCost
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
-from rollout_store.models.model_source import load_tokenizer
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache, load_tokenizer
 from rollout_tools.tiny_model import ensure
 from tests.support.history_contents import rollout_ids_in
 from tests.support.reference_model import make_adapter

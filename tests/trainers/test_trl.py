@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout_store.runtime.command_line import default_cache
+from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

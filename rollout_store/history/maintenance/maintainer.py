@@ -36,7 +36,6 @@ RETENTION_S = 30 * 86400.0
 """Default seconds after which an unused history is deleted."""
 LOG_INTERVAL_S = 30.0
 """Minimum seconds between two log messages about the same continuing failure."""
-
 _HOLD_LEASE = Function(__package__, "hold_lease")
 
 
@@ -97,13 +96,8 @@ class HistoryMaintainer:
     ) -> None:
         """Prepare maintenance; nothing is sent yet.
 
-        Args:
-            client: client of the history's server or cluster.
-            keys: keys of the history.
-            token: identifies this process as a holder of the lease.
-            clock: returns the server's time in Unix seconds [default: ask the server].
-            retention: seconds after which an unused history is deleted; None for never.
-            stopping: ends a run early when it is set.
+        *token* identifies this process as a holder of the lease. A history that was unused for *retention* seconds is
+        deleted. *clock* returns the server's time, and *stopping* ends a run early.
         """
         self.keys = keys
         self.lease = MaintainerLease(client, keys, token)
@@ -112,14 +106,10 @@ class HistoryMaintainer:
         self._retention = retention
         self._stopping = stopping or threading.Event()
         self._store = HistoryStore.for_all_generations(client, keys)
-        self._planner = MaintenancePlanner(self._store, retention=retention, clock=self._clock)
+        self.planner = MaintenancePlanner(self._store, retention=retention, clock=self._clock)
 
     def run_once(self, *, ignore_lease: bool = False) -> MaintenanceResult:
-        """Plan and execute one run, if no other maintainer holds the lease.
-
-        Args:
-            ignore_lease: run even if another maintainer holds the lease.
-        """
+        """Plan and execute one run, if no other maintainer holds the lease. With *ignore_lease*, run in any case."""
         started = time.monotonic()
         if not ignore_lease and not self.lease.acquire():
             return MaintenanceResult(None)
@@ -132,7 +122,7 @@ class HistoryMaintainer:
         plan = self.plan()
         run = MaintenanceRun(
             self._store,
-            self._planner,
+            self.planner,
             plan,
             may_continue=may_continue,
             clock=self._clock,
@@ -146,13 +136,9 @@ class HistoryMaintainer:
         run.result.seconds = time.monotonic() - started
         return run.result
 
-    def survey(self) -> MaintenancePlan:
-        """Return the size of the history and whether it has expired; nothing else is planned."""
-        return self._planner.survey()
-
     def plan(self) -> MaintenancePlan:
         """Return what a run would do now; nothing is changed."""
-        return self._planner.plan()
+        return self.planner.plan()
 
     def _server_time(self) -> float:
         seconds, microseconds = self._client.time()

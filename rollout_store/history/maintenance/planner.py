@@ -37,11 +37,8 @@ def generations_to_keep(problems: Sequence[ProblemSize], target: float) -> list[
     The oldest generations are deleted first, from all problems alike: the problems with the most generations lose one,
     then all problems with as many as these have now, and so on. Among problems with equally many generations, the least
     recently used ones lose theirs first. A problem that loses its only generation is deleted. That comes last, because
-    training returns to its problems in turn and would always miss the problem that was deleted just before.
-
-    Args:
-        problems: sizes, least recently used first.
-        target: target size in bytes.
+    training returns to its problems in turn and would always miss the problem that was deleted just before. The
+    *problems* are given least recently used first.
 
     Returns:
         For each problem a number from 0 to its number of generations. As few generations as possible are deleted: with
@@ -112,10 +109,7 @@ class MaintenancePlanner:
     def __init__(self, store: HistoryStore, *, retention: float | None, clock: Callable[[], float]) -> None:
         """Prepare planning; nothing is read yet.
 
-        Args:
-            store: store of the history that reads all generations.
-            retention: seconds after which an unused history is deleted; None for never.
-            clock: returns the server's time in Unix seconds.
+        A history that was unused for *retention* seconds has expired; *clock* returns the server's time.
         """
         self._store = store
         self._retention = retention

@@ -36,7 +36,6 @@ MAX_BLOCK_RATIO = 2
 """A block larger than the newer data by this factor is not rewritten, which bounds how often a byte is rewritten."""
 MAX_BLOCK_BYTES = 2**24
 """Maximum size of a block: servers and clients hold a block in memory as a whole."""
-
 _COMPACT = Function(__package__, "compact")
 _TRIM = Function("rollout_store.history", "append", even_when_full=True)
 
@@ -94,9 +93,7 @@ class MaintenanceOperations:
     def trim(self, problem_id: str, *, max_generations: int | None = None) -> int:
         """Delete rollouts that have left the window of a problem that gets no new rollouts.
 
-        Args:
-            problem_id: id of the problem.
-            max_generations: number of generations to keep, if that is less than the window.
+        At most *max_generations* generations are kept, if that is less than the window.
 
         Returns:
             The new size of the problem in bytes.
@@ -192,13 +189,8 @@ class MaintenanceCounts:
 
     def add(self, other: MaintenanceCounts) -> None:
         """Add the counts of another run."""
-        self.deleted_empty += other.deleted_empty
-        self.trimmed += other.trimmed
-        self.trimmed_to_cap += other.trimmed_to_cap
-        self.evicted += other.evicted
-        self.evicted_bytes += other.evicted_bytes
-        self.compacted += other.compacted
-        self.unreadable += other.unreadable
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass
@@ -235,13 +227,8 @@ class MaintenanceRun:
     ) -> None:
         """Prepare a run; nothing is changed yet.
 
-        Args:
-            store: store of the history that reads all generations.
-            planner: planner of the history, which is told what was done.
-            plan: what to do.
-            may_continue: whether there is time left and the lease is still held; checked between operations.
-            clock: returns the server's time in Unix seconds.
-            stopping: whether the process is ending.
+        *may_continue*, which is called between operations, returns whether there is time left and the lease is still
+        held; *clock*, the server's time; and *stopping*, whether the process is ending.
         """
         self.result = MaintenanceResult(plan, problems=plan.problems, bytes=plan.bytes)
         self._store = store
@@ -274,8 +261,7 @@ class MaintenanceRun:
     def execute(self, *, records_emptiness: bool) -> None:
         """Execute the plan of a history that has not expired.
 
-        Args:
-            records_emptiness: whether to record since when the history has been without problems.
+        With *records_emptiness*, record since when it has been without problems.
         """
         if records_emptiness:
             self._record_emptiness()

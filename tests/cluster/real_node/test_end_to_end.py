@@ -8,7 +8,7 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.ledger import LedgerEntry
+from rollout_store.job.requests import LedgerEntry
 from tests.support.acceptance import accepted_per_step
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S
 from tests.support.cluster.example_jobs import (

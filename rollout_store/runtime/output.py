@@ -1,13 +1,15 @@
-"""Log files of a job's processes: bounded, rotated, and with a time in each line, by which they can be merged."""
+"""Log files that are bounded, rotated and can be merged by their times, and error messages of commands."""
 
 from __future__ import annotations
 
 import logging
 import logging.handlers
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 MAX_FILE_BYTES = 8 << 20
 """Size at which a log file is rotated, in bytes."""
@@ -31,11 +33,7 @@ def rotating_handler(
 ) -> logging.Handler:
     """Return a handler that appends to the log file of a process, which is created with the first record.
 
-    Args:
-        directory: directory of the job's log files.
-        process: name of the process.
-        message: format of what follows the time.
-        max_bytes: size at which the file is rotated.
+    *message* is the format of what follows the time.
 
     Raises:
         OSError: if the directory cannot be created.
@@ -78,3 +76,15 @@ def logging_to_file(directory: Path | None, process: str) -> Iterator[None]:
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
+
+
+def exit_with_error(code: int, message: str) -> NoReturn:
+    """Print ``error:`` and a message to standard error, and exit.
+
+    The message says what is wrong, where, and what to do.
+    """
+    from rich.console import Console  # here, because not only commands import this module
+    from rich.markup import escape
+
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    sys.exit(code)

@@ -1,17 +1,49 @@
-"""The streams that the coordinator reads."""
+"""The streams that the coordinator reads, and those whose entries the relay moves to the history."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.messages import RolloutId
 from rollout_api.redis_client.retry import RetryPolicy
-from rollout_store.job.limits import ENTRIES_PER_PAGE
 from rollout_store.job.part import StorePart, as_text
+from rollout_store.job.requests import LedgerEntry
+
+ENTRIES_PER_PAGE = 500
+"""Number of stream entries in one reply when a whole stream is read."""
+
+
+@dataclass(frozen=True)
+class RolloutEvent:
+    """A rollout has ended, or an engine has returned it."""
+
+    request_id: str
+    sample: int
+    returned_by: str | None = None
+    """Id of the engine that returned the rollout unfinished; None if the rollout has ended."""
+    length: int | None = None
+    """Number of response tokens; None if it is not known, as for a rollout whose event was missed."""
+    measurement: bytes = b""
+    """What the canary test measures of the rollout; empty if it is not part of the test."""
+
+    @classmethod
+    def read(cls, fields: Mapping[bytes, bytes]) -> Self:
+        """Decode an entry of the event stream."""
+        return cls(
+            fields[b"r"].decode(),
+            int(fields[b"s"]),
+            returned_by=fields[b"e"].decode() if b"x" in fields else None,
+            length=int(fields[b"l"]) if b"l" in fields else None,
+            measurement=fields.get(b"c", b""),
+        )
+
 
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
@@ -119,3 +151,56 @@ def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes,
     """
     fields = {MESSAGE_FIELD: data, "reason": reason, "stream": stream}
     client.xadd(dead_letters, fields, maxlen=_MAX_DEAD_LETTERS, approximate=True)
+
+
+class HistoryStream(StrEnum):
+    """A stream whose entries belong in the history."""
+
+    OUTBOX = "outbox"
+    """Finished rollouts."""
+    REWARDS = "rewards"
+    """Rewards that a trainer reports."""
+
+
+class Outbox:
+    """Reads finished rollouts and their rewards, and removes what the history contains."""
+
+    def __init__(self, client: redis.Redis, keys: MessageKeys) -> None:
+        self._client, self._keys = client, keys
+        self._names = {HistoryStream.OUTBOX: keys.outbox, HistoryStream.REWARDS: keys.rewards}
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a stream has an entry, but not for longer than *timeout_s*."""
+        streams: Any = dict.fromkeys(self._names.values(), "0")
+        self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+
+    def read(self, streams: Sequence[HistoryStream], *, max_entries: int) -> list[list[Entry]]:
+        """Return the oldest entries of each of *streams*, which are read in this order."""
+        pipeline = self._client.pipeline(transaction=False)
+        for stream in streams:
+            pipeline.xrange(self._names[stream], count=max_entries)
+        return [[Entry(as_text(entry_id), fields) for entry_id, fields in entries] for entries in pipeline.execute()]
+
+    def delete(self, stream: HistoryStream, entries: Sequence[Entry]) -> None:
+        """Delete entries."""
+        if entries:
+            self._client.xdel(self._names[stream], *(entry.entry_id for entry in entries))
+
+    def add_dead_letter(self, stream: HistoryStream, entry: Entry, reason: str) -> None:
+        """Add a copy of an entry to the dead letters."""
+        name = self._names[stream]
+        add_dead_letter(self._client, self._keys.dead_letters, stream=name, data=entry.data, reason=reason)
+
+    def clock(self) -> float:
+        """Return the Unix time by the clock of Redis, which also sets the times of entries."""
+        seconds, microseconds = self._client.time()
+        return float(seconds) + float(microseconds) / 1e6
+
+    def problem_of(self, rollout_id: RolloutId) -> str | None:
+        """Return the problem of a finished rollout; None if the job does not know the rollout.
+
+        Raises:
+            CodecError: if the ledger entry cannot be decoded.
+        """
+        entry: Any = self._client.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+        return None if entry is None else LedgerEntry.unpack(entry).problem_id

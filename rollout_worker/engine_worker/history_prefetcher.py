@@ -13,29 +13,27 @@ import redis
 
 from rollout_api.redis_client.retry import retry_async
 from rollout_store.history.store import HistoryStore
-from rollout_store.job.limits import (
-    ANNOUNCEMENT_DELAY_S,
-    ANNOUNCEMENT_INTERVAL_S,
-    ANNOUNCEMENT_RETENTION_S,
-    FAILURE_LOG_INTERVAL_S,
-    HISTORY_WAIT_S,
-)
 from rollout_worker.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+FAILURE_LOG_INTERVAL_S = 30.0
+"""Seconds between two log messages about a continuing failure."""
+HISTORY_WAIT_S = 2.0
+"""Seconds for which a rollout waits for its problem's history. Early drafts justify no longer wait."""
+ANNOUNCEMENT_INTERVAL_S = 1.0
+"""Seconds for which new rollouts of announced problems are collected before these are announced again."""
+ANNOUNCEMENT_DELAY_S = 0.01
+"""Seconds for which an announcement waits for other problems that arrive at the same moment."""
+ANNOUNCEMENT_RETENTION_S = 30.0
+"""Seconds for which a problem's history is kept up to date after its last rollout, as the next one may come soon."""
 
-class HistoryAnnouncer:
+
+class HistoryPrefetcher:
     """Announces problems to the engine's drafter in batches, and publishes weight versions to the history."""
 
     def __init__(self, engine: Engine, store: HistoryStore, run: str) -> None:
-        """Announce nothing yet; :meth:`run` does.
-
-        Args:
-            engine: whose drafter reads the histories.
-            store: the job's history.
-            run: id under which the history counts this job's weight versions.
-        """
+        """Announce nothing yet; :meth:`run` does. The history counts this job's weight versions under the id *run*."""
         self._engine, self._store, self._run_id = engine, store, run
         self._announced: dict[str, asyncio.Event] = {}
         """Problem → event that is set once its history has been waited for."""

@@ -19,7 +19,7 @@ from rollout_store.history.metadata import HistoryMetadata
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.history.sync import HistorySync
-from rollout_worker.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from tests.support.recording_sink import RecordingSink
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for_async
@@ -69,37 +69,37 @@ def recording_store(url: str) -> tuple[HistoryStore, RecordingMetadata]:
 
 
 @asynccontextmanager
-async def running_announcer(
+async def running_prefetcher(
     url: str, engine: Any, store: HistoryStore | None = None
-) -> AsyncIterator[HistoryAnnouncer]:
-    announcer = HistoryAnnouncer(engine, store or HistoryStore(connect(url), KEYS, window=2), "run")
-    running = asyncio.ensure_future(announcer.run())
+) -> AsyncIterator[HistoryPrefetcher]:
+    prefetcher = HistoryPrefetcher(engine, store or HistoryStore(connect(url), KEYS, window=2), "run")
+    running = asyncio.ensure_future(prefetcher.run())
     try:
-        yield announcer
+        yield prefetcher
     finally:
         running.cancel()
 
 
-async def start_rollout(announcer: HistoryAnnouncer, problem: str) -> None:
+async def start_rollout(prefetcher: HistoryPrefetcher, problem: str) -> None:
     """Start and end a rollout."""
-    with announcer.in_use(problem):
-        await announcer.wait_ready(problem)
+    with prefetcher.in_use(problem):
+        await prefetcher.wait_ready(problem)
 
 
 def test_the_first_rollout_of_a_problem_requests_its_history(redis_url: str) -> None:
     engine = FakeEngine()
 
     async def scenario() -> None:
-        async with running_announcer(redis_url, engine) as announcer:
-            with announcer.in_use("p"):
-                await announcer.wait_ready("p")
-                await start_rollout(announcer, "p")  # joins a running rollout
-                await start_rollout(announcer, "q")
-                await announcer.advance(5)
+        async with running_prefetcher(redis_url, engine) as prefetcher:
+            with prefetcher.in_use("p"):
+                await prefetcher.wait_ready("p")
+                await start_rollout(prefetcher, "p")  # joins a running rollout
+                await start_rollout(prefetcher, "q")
+                await prefetcher.advance(5)
                 assert [({"p"}, 0, {"p"}), ({"p", "q"}, 0, {"q"}), ({"p", "q"}, 5, set())] == engine.announced
             started = time.monotonic()
-            await start_rollout(announcer, "p")
-            await start_rollout(announcer, "q")
+            await start_rollout(prefetcher, "p")
+            await start_rollout(prefetcher, "q")
             assert time.monotonic() - started < 0.5  # rollouts of known problems do not wait
             await wait_for_async(lambda: len(engine.announced) >= 4, 10)
             assert ({"p", "q"}, 5, {"p", "q"}) == engine.announced[3]
@@ -112,10 +112,10 @@ def test_versions_are_published_in_order_after_an_outage_of_the_history(tmp_path
 
     async def scenario(server: Server) -> None:
         recorded_store, recording = recording_store(server.url)
-        async with running_announcer(server.url, engine, recorded_store) as announcer:
+        async with running_prefetcher(server.url, engine, recorded_store) as prefetcher:
             server.kill()
             for version in (1, 2, 3):
-                announcer.publish(version)
+                prefetcher.publish(version)
                 await recording.wait_for_attempt()
             server.start()
             store = HistoryStore(connect(server.url), KEYS, window=2)
@@ -137,11 +137,11 @@ def test_a_history_that_accepts_no_writes_is_still_used_for_drafts(tmp_path: Pat
         HistoryStore(connect(server.url), KEYS, window=2).metadata.publish("run", 1)
         server.client().config_set("maxmemory", 1)
         store, recording = recording_store(server.url)
-        async with running_announcer(server.url, engine, store) as announcer:
-            announcer.publish(2)
+        async with running_prefetcher(server.url, engine, store) as prefetcher:
+            prefetcher.publish(2)
             await recording.wait_for_attempt()
             async with asyncio.timeout(5):
-                await start_rollout(announcer, "p")
+                await start_rollout(prefetcher, "p")
             assert [({"p"}, 1, {"p"})] == engine.announced
             server.client().config_set("maxmemory", 0)
             await wait_for_async(lambda: ({"p"}, 2, set()) in engine.announced, 10)
@@ -174,13 +174,13 @@ def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: s
         store.append(problem, HistoryRecord("a", "run", 1, 1, np.arange(3, dtype=np.uint32), "stop"), newest=1)
 
     async def scenario() -> None:
-        async with running_announcer(redis_url, engine) as announcer:
+        async with running_prefetcher(redis_url, engine) as prefetcher:
             for problem in ("p", "q", "r"):
-                await start_rollout(announcer, problem)
+                await start_rollout(prefetcher, problem)
                 assert [problem] == list(memory.problems)
-            await announcer.advance(2)
+            await prefetcher.advance(2)
             assert (["r"], 3) == (list(memory.problems), sync.counters.rollouts)
-            await start_rollout(announcer, "p")
+            await start_rollout(prefetcher, "p")
             await wait_for_async(lambda: "p" in memory.problems, 10)
             assert (["p"], 4) == (list(memory.problems), sync.counters.rollouts)
 

@@ -15,19 +15,18 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import InitWeightTransfer, TransferStep, WeightTransfer
 from rollout_store.job import EngineReport, JobStore
-from rollout_store.job.engine_errors import EngineError
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine_worker import weight_updater
-from rollout_worker.engine_worker.weight_directories import UnusableWeightsError
-from rollout_worker.engine_worker.weight_updater import WeightUpdater
+from rollout_worker.engine_worker import published_weights
+from rollout_worker.engine_worker.published_weights import PublishedWeights, UnusableWeightsError
 from tests.support.manifests import SMALL_CPU_ENGINE
 
 UPDATE = WeightUpdate(weight_version=5, uri="memory:1", transfer=WeightTransfer(group="g", engines=["engine"], base=4))
 GROUP = InitWeightTransfer(group="g", engines={"engine": 1}, init_info={})
 
 
-def updater(job_store: Any, *, full_version: int = 4) -> Any:
-    """Return the updater of an engine that receives differences."""
+def published_weights_of(job_store: Any, *, full_version: int = 4) -> Any:
+    """Return the published weights of an engine that receives differences."""
     spec = EngineSpec.model_validate(SMALL_CPU_ENGINE)
     config = EngineConfig(model=Path("/model"), spec=spec, cpu=False, weight_transfer="sparse_nccl")
 
@@ -37,13 +36,13 @@ def updater(job_store: Any, *, full_version: int = 4) -> Any:
     lease: Any = SimpleNamespace(engine_id="engine", report=EngineReport("engine", transfer_group="g"), renew=renew)
     engine: Any = SimpleNamespace(config=config, full_weight_version=full_version)
     unused: Any = None
-    return WeightUpdater(engine, job_store, unused, lease, unused, unused)
+    return PublishedWeights(engine, job_store, unused, lease, unused, unused)
 
 
 def test_differences_are_applied_only_to_the_weights_that_they_belong_to() -> None:
-    updater(None)._prepare_transfer(UPDATE)
+    published_weights_of(None)._prepare_transfer(UPDATE)
     with pytest.raises(UnusableWeightsError, match="differences to weight version 4, which the engine does not have"):
-        updater(None, full_version=3)._prepare_transfer(UPDATE)
+        published_weights_of(None, full_version=3)._prepare_transfer(UPDATE)
 
 
 async def received(url: str, messages: list[bytes], *, group: InitWeightTransfer = GROUP) -> list[dict[str, Any]]:
@@ -55,7 +54,7 @@ async def received(url: str, messages: list[bytes], *, group: InitWeightTransfer
         await store.job.set_transfer_group(group)
         for message in messages:
             await store._client.xadd(keys.transfer_steps(UPDATE.uri), {MESSAGE_FIELD: message})
-        steps: AsyncIterator[dict[str, Any]] = updater(store)._receive(UPDATE)
+        steps: AsyncIterator[dict[str, Any]] = published_weights_of(store)._transfer_updates(UPDATE)
         return [update async for update in steps]
     finally:
         await store.close()
@@ -81,6 +80,6 @@ def test_a_transfer_ends_if_the_trainer_does_not_continue_it(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, messages: list[bytes], group: InitWeightTransfer, reason: str
 ) -> None:
     if reason.endswith("continue the transfer"):
-        monkeypatch.setattr(weight_updater, "TRANSFER_START_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(published_weights, "TRANSFER_START_TIMEOUT_S", 0.1)
     with pytest.raises(EngineError, match=reason):
         asyncio.run(received(redis_url, messages, group=group))

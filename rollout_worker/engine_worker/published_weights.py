@@ -5,27 +5,97 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout_api.protocol.messages import CodecError, InitWeightTransfer, TransferStep, WeightsKind, WeightUpdate
+from rollout_api.weights.checksum import checksum
 from rollout_store.job import JobStore
-from rollout_store.job.engine_errors import EngineError
-from rollout_store.job.limits import MAX_BLOCKING_READ_S, TRANSFER_IDLE_TIMEOUT_S, TRANSFER_START_TIMEOUT_S
+from rollout_store.job.engines import EngineError
+from rollout_store.job.store import MAX_BLOCKING_READ_S
+from rollout_store.models.model_source import ModelError, resolve_adapter, resolve_checkpoint
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
 from rollout_worker.engine_worker.running import RunningRollouts
-from rollout_worker.engine_worker.weight_directories import Load, UnusableWeightsError, WeightDirectories
 
+Load = Callable[[Engine], Awaitable[float]]
+"""Loads weights into an engine and returns for how many seconds decoding was paused; raises EngineError."""
+Checksum = Callable[[Path, str], Awaitable[str]]
+"""Returns the checksum of the weights in a directory, given the expected one; raises OSError."""
 logger = logging.getLogger(__name__)
+TRANSFER_START_TIMEOUT_S = 600.0
+"""Seconds for which an engine that is ready waits for a trainer to send weights; other engines may drain meanwhile."""
+TRANSFER_IDLE_TIMEOUT_S = 120.0
+"""Seconds for which an engine that has received a part of the weights waits for the trainer's next step."""
 
 
-class MissedWeightsError(UnusableWeightsError):
-    """A trainer has sent weights from its memory without this engine."""
+async def compute_checksum(directory: Path, expected: str) -> str:
+    """Return the checksum of the weights in *directory*, whatever is expected; see :data:`Checksum`."""
+    return await asyncio.to_thread(checksum, directory)
 
 
-class WeightUpdater:
+class UnusableWeightsError(RuntimeError):
+    """Published weights cannot be used. The text says which ones, and why."""
+
+
+class WeightDirectories:
+    """Finds and verifies weights in directories that the trainer and the workers share."""
+
+    def __init__(
+        self,
+        model: Path,
+        cache: Path,
+        allowed_roots: Sequence[str],
+        *,
+        model_uri: str = "",
+        checksum: Checksum = compute_checksum,
+    ) -> None:
+        """Allow weights in the model's directory, in the model cache and below certain directories.
+
+        These are the *allowed_roots*, below which trainers may publish weights. The address *model_uri* in the manifest
+        means the model's directory.
+        """
+        self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
+        self._model_uri, self._checksum = model_uri, checksum
+
+    async def prepare(self, update: WeightUpdate) -> Load:
+        """Verify published weights while the engine continues decoding.
+
+        The first engine takes as long as reading the files.
+
+        Returns:
+            A function that loads the weights.
+
+        Raises:
+            UnusableWeightsError: if the weights do not exist, are not allowed, or differ from what was published.
+        """
+        is_adapter, version, mode = update.weights_kind is WeightsKind.LORA, update.weight_version, update.mode
+        resolve = resolve_adapter if is_adapter else resolve_checkpoint
+        uri = str(self._model) if update.uri == self._model_uri else update.uri
+        try:
+            directory = await asyncio.to_thread(resolve, uri, self._cache, self._model, self._allowed_roots)
+            await self._verify(directory, update)
+        except (ModelError, OSError) as error:
+            raise UnusableWeightsError(str(error)) from error
+        if is_adapter:
+            return lambda engine: engine.load_adapter(directory, version)
+        return lambda engine: engine.load_weights(directory, version, mode)
+
+    async def _verify(self, directory: Path, update: WeightUpdate) -> None:
+        expected = update.sha256
+        if expected is None:
+            return
+        found = await self._checksum(directory, expected)
+        if found != expected:
+            raise UnusableWeightsError(
+                f"{directory} has the checksum {found}, but weight version {update.weight_version} was published with "
+                f"{expected}: the files were changed, or are still being written"
+            )
+
+
+class PublishedWeights:
     """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has.
 
     An engine that has missed weights from a trainer's memory reports so and waits for the next version. The coordinator
@@ -39,26 +109,26 @@ class WeightUpdater:
         directories: WeightDirectories,
         lease: EngineLease,
         running: RunningRollouts,
-        announcer: HistoryAnnouncer,
+        prefetcher: HistoryPrefetcher,
     ) -> None:
         self._engine, self._job_store, self._directories = engine, job_store, directories
-        self._lease, self._running, self._announcer = lease, running, announcer
-        self._requested, self._join_requested = asyncio.Event(), asyncio.Event()
-        self._updating = asyncio.Lock()
+        self._lease, self._running, self._prefetcher = lease, running, prefetcher
+        self._requested, self._init_requested = asyncio.Event(), asyncio.Event()
+        self._loading = asyncio.Lock()
         self._is_sending = False
         """Whether the trainer has begun to send the weights of the last transfer."""
 
-    def request_update(self) -> None:
+    def request_load(self) -> None:
         """Load the published weights soon; weights that could not be loaded before are tried again."""
         self._lease.report.failed.clear()
         self._requested.set()
 
-    def request_join(self) -> None:
+    def request_transfer_init(self) -> None:
         """Join the trainer's group in the job's record soon."""
-        self._join_requested.set()
+        self._init_requested.set()
 
     async def run(self) -> None:
-        """Load weights whenever an update is requested, until cancelled.
+        """Load weights whenever that is requested, until cancelled.
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
@@ -66,17 +136,17 @@ class WeightUpdater:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            await self.update()
+            await self.load()
 
-    async def run_joins(self) -> None:
+    async def run_transfer_inits(self) -> None:
         """Join a trainer's group whenever it is requested, until cancelled.
 
         Raises:
             EngineError: if the engine has stopped.
         """
         while True:
-            await self._join_requested.wait()
-            self._join_requested.clear()
+            await self._init_requested.wait()
+            self._init_requested.clear()
             group, report = await self._job_store.job.transfer_group(), self._lease.report
             if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
                 continue
@@ -104,35 +174,35 @@ class WeightUpdater:
         return ""
 
     async def serves(self, version: int) -> bool:
-        """Return whether new rollouts are sampled with *version*, once the current update has finished."""
+        """Return whether new rollouts are sampled with *version*, once the current load has finished."""
         if version != self._lease.report.upcoming_version:
             return False
-        async with self._updating:
+        async with self._loading:
             return self._lease.report.version == version
 
     async def serves_since(self, version: int) -> bool:
-        """Return whether new rollouts are sampled with *version* or a later one, once the current update has finished.
+        """Return whether new rollouts are sampled with *version* or a later one, once the current load has finished.
 
-        It does not wait for the update if the weights that are served now are new enough.
+        It does not wait for it if the weights that are served now are new enough.
         """
         report = self._lease.report
         if report.version >= version:
             return True
         if report.upcoming_version < version:
             return False
-        async with self._updating:
+        async with self._loading:
             return report.version >= version
 
-    async def update(self) -> None:
+    async def load(self) -> None:
         """Load the published weights that are not served yet, and report the outcome.
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
         """
-        async with self._updating:
-            await self._update()
+        async with self._loading:
+            await self._load_published()
 
-    async def _update(self) -> None:
+    async def _load_published(self) -> None:
         report = self._lease.report
         updates = await self._job_store.job.weights()
         if report.missed is not None and report.missed not in [update.weight_version for update in updates]:
@@ -147,10 +217,10 @@ class WeightUpdater:
                 report.loads += 1
                 report.failed[version] = f"the adapter needs the full weights of version {base}, which are not loaded"
                 continue
-            await self._try_update(update, served)
+            await self._try_load(update, served)
         await self._lease.renew()
 
-    async def _try_update(self, update: WeightUpdate, served: int) -> None:
+    async def _try_load(self, update: WeightUpdate, served: int) -> None:
         version, report = update.weight_version, self._lease.report
         started, self._is_sending = time.monotonic(), False
         report.loading = version
@@ -181,7 +251,7 @@ class WeightUpdater:
             # Rollouts that are pinned to another version must end with that version.
             await self._running.wait_pinned_to_others(update.weight_version)
         gap = await load(self._engine)
-        self._announcer.publish(update.weight_version)
+        self._prefetcher.publish(update.weight_version)
         return gap
 
     def _prepare_transfer(self, update: WeightUpdate) -> Load:
@@ -189,7 +259,7 @@ class WeightUpdater:
         if transfer is None:
             raise ValueError("the weights are in a directory")
         if self._lease.engine_id not in transfer.engines:
-            raise MissedWeightsError(
+            raise UnusableWeightsError(
                 f"weight version {version} was sent from a trainer's memory before this engine joined. It waits for "
                 "the next version, or for these weights from a directory under a later version, and takes no rollouts "
                 "meanwhile if another engine has them"
@@ -203,9 +273,11 @@ class WeightUpdater:
                 f"the trainer sends differences to weight version {transfer.base}, which the engine does not have; "
                 "publish all weights from a directory"
             )
-        return lambda engine: engine.load_transferred(self._receive(update), version, update.mode, transfer.update_info)
+        return lambda engine: engine.load_transferred(
+            self._transfer_updates(update), version, update.mode, transfer.update_info
+        )
 
-    async def _receive(self, update: WeightUpdate) -> AsyncIterator[dict[str, Any]]:
+    async def _transfer_updates(self, update: WeightUpdate) -> AsyncIterator[dict[str, Any]]:
         """Yield what the trainer announces, until it has sent all weights.
 
         Raises:

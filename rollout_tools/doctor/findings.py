@@ -54,6 +54,16 @@ def error(check: str, seen: str, advice: str) -> Finding:
     return Finding(check, Severity.ERROR, seen, advice)
 
 
+def warning_if(is_bad: bool, check: str, seen: str, advice: str) -> Finding:
+    """Return a warning with this advice if what was seen is bad, and otherwise a finding that asks for nothing."""
+    return warning(check, seen, advice) if is_bad else ok(check, seen)
+
+
+def error_if(is_bad: bool, check: str, seen: str, advice: str) -> Finding:
+    """Return an error with this advice if what was seen is bad, and otherwise a finding that asks for nothing."""
+    return error(check, seen, advice) if is_bad else ok(check, seen)
+
+
 def has_errors(sections: Iterable[Section]) -> bool:
     """Return whether any finding is an error."""
     return any(finding.severity is Severity.ERROR for section in sections for finding in section.findings)

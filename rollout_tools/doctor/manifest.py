@@ -1,4 +1,4 @@
-"""Judges a manifest, and whether its model is on this machine and fits into memory. Nothing is downloaded."""
+"""Checks a manifest, and whether its model is on this machine and fits into memory. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ModelFacts:
     """Directories of ``weights.allowedRoots`` that do not exist here."""
 
 
-def judge_invalid_manifest(failure: ManifestError) -> list[Finding]:
+def check_invalid_manifest(failure: ManifestError) -> list[Finding]:
     """Return a finding for each error in a manifest."""
     return [error(one.path, one.message, "correct the manifest; see docs/manifest.md") for one in failure.errors]
 
 
-def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
-    """Judge a valid manifest.
+def check_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
+    """Check a valid manifest.
 
     Args:
         job: the manifest.

@@ -33,11 +33,11 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
+from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout
-from rollout_server.access import LimitError, current_model_tokens
+from rollout_server.access import LimitError, current_model_tokens, error_response
 from rollout_server.conversations import Continuation, Conversations
 from rollout_server.engine_outputs import ResponseOutputs
-from rollout_server.error_response import error_response
 from rollout_server.request_context import (
     REQUEST_IDS_HEADER,
     TURN_HEADER,
@@ -46,7 +46,6 @@ from rollout_server.request_context import (
     RolloutFields,
     current_context,
 )
-from rollout_server.sampling import UnsupportedSamplingError, sampling_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +186,9 @@ class JobEngineCore:
         request_id = context.next_request_id()
         try:
             fields = RolloutFields.parse(context.headers, group.params.extra_args or {})
-            sampling = sampling_overrides(group.params)
-        except (ContextError, UnsupportedSamplingError) as error:
+        except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
+        sampling = _sampling_overrides(group.params)
         client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
         identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list()])
         fields = self._with_conversation(fields, group, context, request_id)
@@ -336,3 +335,68 @@ def _prompt(request: EngineCoreRequest, sampling: dict[str, Any], fields: Rollou
         deadline_seconds=fields.deadline_seconds,
         weight_version=fields.weight_version,
     )
+
+
+_UNSUPPORTED = {
+    "prompt_logprob_token_ids": "prompt_logprob_token_ids",
+    "logprob_token_ids": "logprob_token_ids",
+    "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
+    "bad_words": "bad_words",
+    "repetition_detection": "repetition_detection",
+    "thinking_token_budget": "thinking_token_budget",
+}
+"""Parameters that engines of a job do not apply, and how errors call them. They must have vLLM's defaults."""
+
+
+def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
+    """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
+
+    All settings but the seed are explicit, because the job's defaults have been applied before.
+
+    Args:
+        params: parameters of a prompt, as vLLM's server passes them to its engine.
+
+    Raises:
+        VLLMValidationError: a parameter cannot be applied.
+    """
+    defaults = SamplingParams()
+    for name in _UNSUPPORTED:
+        if getattr(params, name, None) != getattr(defaults, name, None):
+            message = f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
+            raise VLLMValidationError(message, parameter=name)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise VLLMValidationError(
+                f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
+                parameter=name,
+            )
+    overrides: dict[str, Any] = {
+        "n": params.n,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(0, params.top_k),
+        "min_p": params.min_p,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop": list(params.stop or ()),
+        "stop_token_ids": list(params.stop_token_ids or ()),
+        "allowed_token_ids": list(params.allowed_token_ids or ()),
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": dict(params.logit_bias or {}),
+        "logprobs": params.logprobs is not None,
+    }
+    if params.seed is not None:
+        # Without a seed of its own, a request has the job's. Seeds of a job have 31 bits.
+        overrides["seed"] = params.seed % 2**31
+    if params.logprobs:
+        overrides["top_logprobs"] = params.logprobs
+    if params.prompt_logprobs is not None:
+        overrides["prompt_logprobs"] = True
+    if params.prompt_logprobs:
+        overrides["top_prompt_logprobs"] = params.prompt_logprobs
+    if params.ignore_eos:
+        overrides["ignore_eos"] = True
+    return overrides

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_api.client.request_client import DEFAULT_KEEP_SECONDS, RequestClient
 from rollout_api.client.server_records import IdempotencyKeys
 from rollout_api.errors import RolloutClientError
-from rollout_server.error_response import error_response
+from rollout_server.access import error_response
 from rollout_server.request_context import IDEMPOTENCY_HEADER, current_context
 
 logger = logging.getLogger(__name__)

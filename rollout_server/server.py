@@ -65,8 +65,7 @@ async def build_app(
 
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
-    from rollout_server.skyrl_api import SkyrlApi
-    from rollout_server.trainer_api import TrainerApi
+    from rollout_server.trainer_api import SkyrlApi, TrainerApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:

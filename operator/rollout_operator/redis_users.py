@@ -32,11 +32,10 @@ from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
 from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import connect_async
-from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kopf_watch import run_kopf
 from rollout_operator.cluster.kubernetes_api import ROLLOUT_JOBS, ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import NAMESPACES, SelectedNamespaces
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import has_managed_user, parse_body

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from rollout_operator.cluster import informer
-from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.runtimes import RuntimeKey
 
 KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
@@ -42,7 +41,7 @@ def test_an_optional_kind_that_is_not_available_is_not_waited_for(status: int, m
         jobs = ObjectCache()
         reference = {"runtimeRef": {"name": "h100"}}
         jobs.update_job({"metadata": {"namespace": "rl", "name": "math", "uid": "2"}, "spec": reference})
-        runtimes = RuntimeCache(jobs, queue)
+        runtimes = RuntimeCache(jobs, queue.add)
         watched = Informer(Api(status, errors=2), runtimes, queue, CLUSTER_RUNTIMES, "", selector="", optional=True)
         task = asyncio.ensure_future(watched.run())
         await asyncio.wait_for(watched.synced.wait(), 5)
@@ -59,7 +58,7 @@ def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: pytest
     async def run() -> None:
         queue = WorkQueue[JobKey]()
         watched = Informer(
-            Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue), queue, CLUSTER_RUNTIMES, "", selector=""
+            Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue.add), queue, CLUSTER_RUNTIMES, "", selector=""
         )
         task = asyncio.ensure_future(watched.run())
         await asyncio.sleep(0.2)

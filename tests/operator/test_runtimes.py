@@ -83,7 +83,7 @@ def test_only_jobs_that_name_a_runtime_are_reconciled_when_it_changes(
     other = job()
     other["metadata"]["name"] = "other"
     jobs.update_job(other)
-    runtimes = RuntimeCache(jobs, queue)
+    runtimes = RuntimeCache(jobs, queue.add)
     body = {"metadata": {"name": "a", "namespace": key.namespace, "uid": "r"}, "spec": RUNTIME}
 
     def reconciled() -> list[tuple[str, str]]:

@@ -12,12 +12,11 @@ from typing import cast
 import aiohttp
 import pytest
 from kubernetes.aio.client import ApiClient
-from rollout_operator.cluster import head_status_reader
-from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.cluster import reconciler
 from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
 from rollout_operator.cluster.kubernetes_api import KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
-from rollout_operator.cluster.reconciler import Reconciler
+from rollout_operator.cluster.reconciler import HeadStatusReader, Reconciler
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import PodView
 
@@ -111,7 +110,7 @@ def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pyte
                 assert is_permitted == (await reader.read(pod, lambda: None) is not None)
                 await reader.close()
 
-    monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 10.0)
+    monkeypatch.setattr(reconciler, "_MAX_WAIT_S", 10.0)
     asyncio.run(scenario())
 
 

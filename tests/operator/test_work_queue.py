@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from rollout_operator.cluster.work_queue import WorkQueue
+from rollout_operator.cluster.informer import WorkQueue
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

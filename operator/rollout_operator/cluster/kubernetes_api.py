@@ -18,7 +18,6 @@ from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, V
 from rollout_api.manifest.runtime import CLUSTER_RUNTIME_KIND, RUNTIME_KIND, RUNTIME_PLURALS
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest
-from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
@@ -70,7 +69,7 @@ def owned_kinds(disruption_budget_api: str | None, gang_api: str | None = None) 
         kinds.append(ResourceKind("PodDisruptionBudget", group, version, "poddisruptionbudgets"))
     if gang_api is not None:
         group, _, version = gang_api.partition("/")
-        kinds.append(ResourceKind(GANG_KIND, group, version, GANG_PLURAL))
+        kinds.append(ResourceKind(names.GANG_KIND, group, version, names.GANG_PLURAL))
     return kinds
 
 
@@ -80,7 +79,7 @@ _PLURALS = {
     "Lease": "leases",
     "Secret": "secrets",
     names.WORKLOAD_KIND: names.WORKLOAD_PLURAL,
-    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", COSCHEDULING_API)},
+    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", names.COSCHEDULING_API)},
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP, KIND
 from rollout_operator.cluster.kubernetes_api import ResourceKind
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.observed import Manifest, PodView
 from rollout_operator.objects.runtimes import RuntimeKey
 
@@ -209,8 +208,8 @@ def _serialize(body: Manifest) -> bytes:
 class RuntimeCache:
     """The runtimes, of which there are few. A change causes the jobs that name the runtime to be reconciled."""
 
-    def __init__(self, jobs: ObjectCache, queue: WorkQueue[JobKey]) -> None:
-        self._jobs, self._queue = jobs, queue
+    def __init__(self, jobs: ObjectCache, on_change: Callable[[JobKey], None]) -> None:
+        self._jobs, self._on_change = jobs, on_change
         self._runtimes: dict[RuntimeKey, Manifest] = {}
 
     def settings(self, key: RuntimeKey) -> dict[str, Any] | None:
@@ -247,7 +246,7 @@ class RuntimeCache:
 
     def _reconcile_jobs(self, key: RuntimeKey) -> None:
         for job in self._jobs.jobs_with_runtime(key):
-            self._queue.add(job)
+            self._on_change(job)
 
 
 NAMESPACES = ResourceKind("Namespace", "", "v1", "namespaces")

@@ -48,6 +48,16 @@ POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 KUEUE_GROUP = "kueue.x-k8s.io"
 WORKLOAD_KIND, WORKLOAD_PLURAL = "Workload", "workloads"
 
+COSCHEDULING_API = "scheduling.x-k8s.io/v1alpha1"
+"""API of the coscheduling plugin (kubernetes-sigs/scheduler-plugins)."""
+VOLCANO_API = "scheduling.volcano.sh/v1beta1"
+GANG_APIS = (COSCHEDULING_API, VOLCANO_API)
+"""APIs of schedulers with PodGroups. With one, the pods of each worker form a gang. Otherwise, the scheduler may start
+some pods of several workers, all of which then wait for the rest. Kueue avoids this by itself."""
+GANG_KIND, GANG_PLURAL = "PodGroup", "podgroups"
+COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
+VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"
+
 
 def selector(job: str, component: str | None = None) -> dict[str, str]:
     """Return the labels that select a job's pods, or only those of one component."""

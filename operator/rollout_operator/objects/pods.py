@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from rollout_api.manifest.accelerators import accelerator_labels
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Server, Toleration, Workers
 from rollout_api.manifest.quantity import parse_quantity
@@ -13,7 +14,6 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.scheduling import join_gang, node_affinity
 from rollout_operator.objects.strategic_merge import PatchError, strategic_merge
 
 MANIFEST_FILE = "job.yaml"
@@ -134,8 +134,10 @@ def worker_pod(
     pod["metadata"]["labels"] |= {names.SLOT_LABEL: str(slot), names.RANK_LABEL: str(rank)}
     if replacement:
         pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
-    if context.gang_api is not None:
-        join_gang(context.gang_api, pod["metadata"], names.worker(context.name, slot))
+    if context.gang_api == names.COSCHEDULING_API:
+        pod["metadata"]["labels"][names.COSCHEDULING_LABEL] = names.worker(context.name, slot)
+    elif context.gang_api is not None:
+        pod["metadata"]["annotations"][names.VOLCANO_ANNOTATION] = names.worker(context.name, slot)
     pod["spec"] |= {
         "terminationGracePeriodSeconds": workers.drain_seconds + HANDOVER_GRACE_S,
         "topologySpreadConstraints": _spread_over_nodes(context, names.WORKER),
@@ -143,7 +145,13 @@ def worker_pod(
     if workers.runtime_class_name is not None:
         pod["spec"]["runtimeClassName"] = workers.runtime_class_name
     if workers.accelerator is not None and workers.gpus_per_worker:
-        pod["spec"]["affinity"] = {"nodeAffinity": node_affinity(workers.accelerator)}
+        # Nodes on which any of these labels names the kind of GPU are accepted.
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": values}]}
+            for key, values in accelerator_labels(workers.accelerator).items()
+        ]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        pod["spec"]["affinity"] = {"nodeAffinity": required}
     if _claims_gpus(workers):
         claim = {"name": _GPU_CLAIM, "resourceClaimTemplateName": workers.device_claim_template}
         pod["spec"]["resourceClaims"] = [claim]

@@ -15,9 +15,16 @@ from rollout_api.manifest.status import (
     WorkersStatus,
 )
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.objects.job_context import JobContext, changed_settings, revision_of
-from rollout_operator.objects.observed import Observed, PodView, format_timestamp, parse_timestamp
+from rollout_operator.objects.observed import (
+    STARTING_PERIOD_S,
+    STATUS_PERIOD_S,
+    HeadStatus,
+    Observed,
+    PodView,
+    format_timestamp,
+    parse_timestamp,
+)
 from rollout_operator.objects.owned_objects import (
     DEPLOYMENT,
     check_pods_can_run,

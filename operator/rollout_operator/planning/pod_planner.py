@@ -10,9 +10,8 @@ from functools import cached_property
 
 from rollout_api.manifest.pod_spec import Workers
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STATUS_PERIOD_S, EngineStatus, HeadStatus
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.observed import Observed, PodView
+from rollout_operator.objects.observed import STATUS_PERIOD_S, EngineStatus, HeadStatus, Observed, PodView
 from rollout_operator.objects.pods import head_pod, prefetch_pod, worker_pod
 from rollout_operator.planning.actions import Create, DeletePod, PlanBuilder
 from rollout_operator.planning.teardown import delete_pods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
+from rollout_operator.objects.names import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 POD_GROUPS_GROUP, POD_GROUPS_VERSION = COSCHEDULING_API.split("/")
 POD_GROUPS_PATH = f"/apis/{COSCHEDULING_API}/{GANG_PLURAL}"

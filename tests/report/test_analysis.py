@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.timeline import Measurement
-from rollout_tools.report.acceptance import Acceptance, by_age, by_position, by_source
 from rollout_tools.report.engines import disabled_spans, engine_histories, engine_times, interruptions
-from rollout_tools.report.lengths import calibration, predictions, stats_before
 from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
+from rollout_tools.report.rollout_plots import (
+    Acceptance,
+    by_age,
+    by_position,
+    by_source,
+    calibration,
+    predictions,
+    stats_before,
+)
 from rollout_tools.report.step_plots import arrange
 from rollout_tools.report.steps import (
     PublishedVersions,

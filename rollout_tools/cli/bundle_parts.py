@@ -51,7 +51,7 @@ from rollout_tools.doctor.examination import Request, examine
 from rollout_tools.doctor.findings import as_json
 from rollout_tools.doctor.gpus import GpuDriverError, read_gpus
 from rollout_tools.doctor.machine import installed_version
-from rollout_tools.launch.job_state import RECORDING_FILE, StateError, read_recorded_manifest, read_recorded_redis
+from rollout_tools.launch.job_state import RECORDING_FILE, LastRedis, StateError, last_manifest
 from rollout_tools.report.reading import read_recording
 from rollout_tools.report.recording import JobRecording, load_recording, save_recording
 
@@ -154,10 +154,10 @@ class Subject:
         """
         if self.manifest is not None:
             return self.manifest.model_dump(mode="json", by_alias=True)
-        recorded = None if self.directory is None else read_recorded_manifest(self.directory)
-        if recorded is None:
+        manifest = None if self.directory is None else last_manifest(self.directory)
+        if manifest is None:
             raise LookupError("only rollout run records it in its state directory; name the manifest with --file")
-        return recorded
+        return manifest
 
     def secrets(self) -> set[str]:
         """Return the passwords and tokens that this process knows."""
@@ -177,8 +177,8 @@ class Subject:
             yield spec.get("redis", {}).get("url")
             yield spec.get("history", {}).get("redis", {}).get("url")
         with contextlib.suppress(StateError):
-            recorded = None if self.directory is None else read_recorded_redis(self.directory)
-            yield None if recorded is None else recorded.url
+            server = None if self.directory is None else LastRedis.read(self.directory)
+            yield None if server is None else server.url
 
 
 def collect(archive: BundleArchive, subject: Subject, *, with_rollouts: bool) -> None:
@@ -239,8 +239,8 @@ def _name(job: str | None, manifest: RolloutJob | None, directory: Path | None) 
 
 def _uses(directory: Path, redis_url: str | None) -> bool:
     """Return whether the job in a state directory uses this Redis; any, if the user has named none."""
-    recorded = read_recorded_redis(directory)
-    return redis_url is None or (recorded is not None and recorded.url == redis_url)
+    server = LastRedis.read(directory)
+    return redis_url is None or (server is not None and server.url == redis_url)
 
 
 def _passwords(url: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, Ro
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect
-from rollout_tools.launch.job_state import read_recorded_redis, recorded_job
+from rollout_tools.launch.job_state import LastRedis, last_job
 
 
 def read_manifest(path: Path) -> RolloutJob:
@@ -234,18 +234,18 @@ def _place(name: str | None, manifest: RolloutJob | None, redis_url: str | None,
     if url:
         # A job of the same name in another Redis is another job.
         local = job_directory(state, name) if name is not None and name in known else None
-        server = None if local is None else read_recorded_redis(local)
+        server = None if local is None else LastRedis.read(local)
         return _Place(url, name, local if server is not None and server.url == url else None, embedded=False)
     if name is None:
         name = _only(known, f"in the state directory {state}")
     directory = job_directory(state, name)
-    recorded = read_recorded_redis(directory)
-    if recorded is None:
+    server = LastRedis.read(directory)
+    if server is None:
         raise JobAddressError(
             f"job {name} has not run in the state directory {state} ({_listed(known)}); name its Redis with --redis or "
             "ROLLOUT_REDIS_URL, or its state directory with --state-dir"
         )
-    return _Place(recorded.url, name, directory, recorded.embedded)
+    return _Place(server.url, name, directory, server.embedded)
 
 
 def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
@@ -253,7 +253,7 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
     if uid is None:
         if name is None:
             name = _only(_jobs_in_redis(server), "in this Redis")
-        local = None if place.directory is None else recorded_job(place.directory)
+        local = None if place.directory is None else last_job(place.directory)
         newest: Any = server.get(job_uid_key(name)) if local is None else local.uid.encode()
         uid = newest.decode() if newest else None
         if uid is None:
@@ -272,7 +272,7 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
 
 def _ended_error(place: _Place) -> JobAddressError:
     """Return the error for a local job whose embedded Redis does not answer."""
-    job = None if place.directory is None else recorded_job(place.directory)
+    job = None if place.directory is None else last_job(place.directory)
     if job is not None and job.finished:
         state, remedy = "has ended", "Its rollouts are in its history, and `rollout logs` shows what happened."
     else:

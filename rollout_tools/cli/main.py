@@ -41,9 +41,9 @@ from rollout_store.models.model_source import (
 )
 from rollout_store.runtime.command_line import default_cache, exit_with_error
 from rollout_tools.cli.doctor import doctor
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import check_manifest, job_directory, read_manifest
 from rollout_tools.cli.job_commands import app as job_app
+from rollout_tools.cli.output import exit_with_message, report_lines, report_table, show_progress
 from rollout_tools.cli.report_command import app as report_app
 from rollout_tools.cli.report_command import bundle_app, check_writable, write_page_of_run
 from rollout_tools.cli.top import app as top_app
@@ -137,7 +137,6 @@ def run(
     ] = None,
 ) -> None:
     """Run a job on this machine. A job that was interrupted continues."""
-    from rollout_tools.cli.display import report_lines, report_table, show_progress
     from rollout_tools.launch.local import RunOptions, run_local
 
     started = time.monotonic()

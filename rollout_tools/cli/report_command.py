@@ -18,7 +18,6 @@ from rollout_api.protocol.messages import CodecError
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_store.models.model_source import local_tokenizer
 from rollout_store.runtime.command_line import default_cache, exit_with_error
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     JobAddressError,
     JobArgument,
@@ -30,6 +29,7 @@ from rollout_tools.cli.job_address import (
     find_job,
     find_job_directory,
 )
+from rollout_tools.cli.output import exit_with_message
 
 if TYPE_CHECKING:
     from rollout_tools.cli.bundle_parts import Subject

@@ -28,7 +28,6 @@ from rollout_store.history.store import HistoryStore, LengthLookup
 from rollout_store.job import JobStore, RolloutProgress
 from rollout_store.job.limits import MAX_BLOCKING_READ_S
 from rollout_store.runtime.command_line import exit_with_error
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     FoundJob,
     JobArgument,
@@ -39,6 +38,7 @@ from rollout_tools.cli.job_address import (
     StateDirectory,
     find_job,
 )
+from rollout_tools.cli.output import exit_with_message
 
 app = typer.Typer()
 _WIDTH = 140

@@ -42,11 +42,10 @@ from rollout_tools.launch.job_state import (
     REDIS_FILE,
     DeadlineError,
     JobState,
-    RecordedRedis,
+    LastRedis,
     lock_state_directory,
     log_directory,
-    record_manifest,
-    record_redis,
+    save_manifest,
 )
 from rollout_tools.report.reading import NothingToReportError, read_recording
 from rollout_tools.report.recording import save_recording
@@ -138,7 +137,7 @@ async def run_local(
                 if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history
                     options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
-            record_manifest(directory, job)
+            save_manifest(directory, job)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
                 uid=state.uid,
@@ -162,7 +161,7 @@ async def run_local(
                     notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
                 setup.open_history()
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
-                with recorded(setup, directory, tokenizer, {} if dataset is None else dataset.prompts(), notify):
+                with saved_recording(setup, directory, tokenizer, {} if dataset is None else dataset.prompts(), notify):
                     report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
             except JobEndedError as error:
@@ -385,7 +384,7 @@ def _redis_url(
     """Provide the URL of the job's Redis; start an embedded server if neither options nor manifest name one."""
     url = options.redis_url or job.spec.redis.url
     if url:
-        record_redis(directory, RecordedRedis(url, embedded=False))
+        LastRedis(url, embedded=False).save(directory)
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
@@ -395,14 +394,14 @@ def _redis_url(
     )
     try:
         url = server.start()
-        record_redis(directory, RecordedRedis(url, embedded=True))
+        LastRedis(url, embedded=True).save(directory)
         yield url
     finally:
         server.stop()
 
 
 @contextmanager
-def recorded(
+def saved_recording(
     setup: JobSetup,
     directory: Path,
     tokenizer: Any,

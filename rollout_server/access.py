@@ -233,12 +233,6 @@ async def _refuse(status: HTTPStatus, message: str, scope: Scope, receive: Recei
 
 
 def error_response(status: HTTPStatus, message: str, parameter: str | None = None) -> JSONResponse:
-    """Return an error.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong, and what to do.
-        parameter: name of the field or header that is wrong.
-    """
+    """Return an error."""
     error = {"message": message, "type": status.phrase, "param": parameter, "code": int(status)}
     return JSONResponse({"error": error}, status_code=status)

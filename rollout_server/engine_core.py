@@ -78,13 +78,7 @@ _adding: ContextVar[Group] = ContextVar("group")
 
 
 class JobEngineCore:
-    """Takes the place of the client of vLLM's engine core, and has a job sample the responses.
-
-    Args:
-        client: connection to the job.
-        output_processor: receives the errors of requests.
-        conversations: records the responses to messages.
-    """
+    """Takes the place of the client of vLLM's engine core, and has a job sample the responses."""
 
     engine_ranks_managed = (0,)
 
@@ -352,9 +346,6 @@ def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
 
     All settings but the seed are explicit, because the job's defaults have been applied before.
-
-    Args:
-        params: parameters of a prompt, as vLLM's server passes them to its engine.
 
     Raises:
         VLLMValidationError: a parameter cannot be applied.

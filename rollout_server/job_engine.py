@@ -24,10 +24,6 @@ class JobEngine(AsyncLLM):
     """vLLM's engine client, whose engine core is a rollout job.
 
     It differs from its base class in its construction, and in what it does to a request before it passes it on.
-
-    Args:
-        vllm_config: configuration of the model.
-        client: connection to the job.
     """
 
     def __init__(self, vllm_config: VllmConfig, client: RequestClient) -> None:

@@ -139,10 +139,7 @@ class _Running:
 class SglangApi:
     """The endpoints for one job.
 
-    Args:
-        client: connection to the job.
-        tokenizer: tokenizer of the model.
-        end_tokens: tokens with which the model ends a response.
+    *end_tokens* are the tokens with which the model ends a response.
     """
 
     def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:

@@ -67,10 +67,7 @@ class UnloadAdapterRequest(BaseModel):
 class TrainerApi:
     """The endpoints for one job.
 
-    Args:
-        client: connection to the job.
-        engine: the job as vLLM's engine client.
-        app: vLLM's application, whose state has been initialised.
+    *app* is vLLM's application, whose state has been initialised.
     """
 
     def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
@@ -265,11 +262,7 @@ class LoadSkyrlAdapterRequest(BaseModel):
 
 
 class SkyrlApi:
-    """The endpoints of SkyRL for one job.
-
-    Args:
-        trainers: vLLM's endpoints for trainers.
-    """
+    """The endpoints of SkyRL for one job."""
 
     def __init__(self, trainers: TrainerApi) -> None:
         self._trainers = trainers

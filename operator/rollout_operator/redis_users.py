@@ -74,9 +74,7 @@ class RedisUser:
 def job_user(body: Manifest, *, by_default: bool = True) -> RedisUser | None:
     """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid.
 
-    Args:
-        body: the RolloutJob.
-        by_default: whether a job whose manifest names no Redis server has a user.
+    *by_default* says whether a job whose manifest names no Redis server has a user.
     """
     try:
         job = parse_body(body)

@@ -187,10 +187,7 @@ def find_job(
 def find_job_directory(job: str | None, *, file: Path | None = None, state: Path = Path(".rollout")) -> Path:
     """Return the directory of a job that has run with ``rollout run``, whether it still runs or not.
 
-    Args:
-        job: ``name`` or ``namespace/name``; None for that of the manifest, or the only job there is.
-        file: the job's manifest.
-        state: state directory of local runs.
+    The arguments are those of :func:`find_job`.
 
     Raises:
         JobAddressError: if the job cannot be determined or has not run from there.

@@ -41,8 +41,7 @@ def problems_of_ended_job(state: str, reason: str | None) -> list[Problem]:
 def missing_coordinator(*, is_local: bool) -> Problem:
     """Return what to do about a job whose coordinator publishes no status.
 
-    Args:
-        is_local: whether the job runs with ``rollout run``.
+    *is_local* says whether the job runs with ``rollout run``.
     """
     command = "`rollout run`" if is_local else "`rollout head`, or its pod,"
     return Problem(

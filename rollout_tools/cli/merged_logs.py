@@ -38,9 +38,7 @@ class JobLogs:
     def __init__(self, directory: Path, processes: Collection[str] = ()) -> None:
         """Select log files.
 
-        Args:
-            directory: directory of the job in the state directory.
-            processes: beginnings of the names of the processes to show; empty for all.
+        *processes* are beginnings of the names of the processes to show; empty for all.
         """
         self._directory, self._selected = directory, tuple(processes)
         self._current: dict[str, _OpenFile] = {}

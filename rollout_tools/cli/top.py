@@ -165,11 +165,7 @@ class LiveJob:
         return sum(one.surprise is not None and one.surprise >= 0.5 for one in self.running)
 
     def staleness(self, now: float) -> tuple[float, int] | None:
-        """Return the mean and the largest staleness of the rollouts that have ended lately; None without any.
-
-        Args:
-            now: Unix time.
-        """
+        """Return the mean and the largest staleness of the rollouts that have ended lately; None without any."""
         newest = self.status["weight_version"]
         ages = [
             max(0, newest - one.oldest_version)
@@ -197,10 +193,7 @@ def predicted(
 ) -> list[RunningRollout]:
     """Return the running rollouts of live engines, those that are expected to end last first.
 
-    Args:
-        progress: running rollouts by engine id.
-        lengths: statistics of earlier rollouts by problem id.
-        engines: the live engines.
+    *progress* has the running rollouts by engine id, and *lengths* the statistics of earlier rollouts by problem id.
     """
     names = {engine["id"]: engine["name"] for engine in engines}
     running = [

@@ -35,12 +35,7 @@ SOURCE_NAMES = {
 
 
 def header(job: LiveJob, now: float) -> RenderableType:
-    """Return the summary of a job.
-
-    Args:
-        job: the job.
-        now: Unix time.
-    """
+    """Return the summary of a job."""
     status = job.status
     facts = [
         _fact("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting"),
@@ -116,9 +111,7 @@ def tail(job: LiveJob) -> RenderableType:
 def running_table(job: LiveJob, limit: int) -> Table:
     """Return a table of the running rollouts that probably end last.
 
-    Args:
-        job: the job.
-        limit: maximum number of rows.
+    It has at most *limit* rows.
     """
     shown = job.running[:limit]
     table = _table("problem", right=("sample", "tokens"))
@@ -193,9 +186,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH, *, highest: fl
 def length_bar(rollout: RunningRollout, scale: float) -> Text:
     """Return a bar of a rollout's length, with marks for the predicted median and the 90 % quantile.
 
-    Args:
-        rollout: the rollout.
-        scale: number of tokens to which the whole width corresponds.
+    *scale* is the number of tokens to which the whole width corresponds.
     """
     filled = min(_BAR_WIDTH, round(rollout.progress.tokens / scale * _BAR_WIDTH))
     cells = ["█"] * filled + ["·"] * (_BAR_WIDTH - filled)
@@ -295,9 +286,7 @@ class TopApp(App[None]):
     def __init__(self, name: str, read: Callable[[], Awaitable[LiveJob | None]]) -> None:
         """Create the application; ``run`` starts it.
 
-        Args:
-            name: name of the job.
-            read: returns the job's current state; None while no coordinator runs.
+        *read* returns the job's current state; None while no coordinator runs.
         """
         super().__init__()
         self.title = f"rollout top {name}"

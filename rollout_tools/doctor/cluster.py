@@ -110,9 +110,7 @@ class ClusterApi:
     def review(self, kind: str, specs: Sequence[dict[str, Any]]) -> list[bool]:
         """Return for each access whether it is allowed.
 
-        Args:
-            kind: SelfSubjectAccessReview or SubjectAccessReview.
-            specs: what is asked.
+        *kind* is SelfSubjectAccessReview or SubjectAccessReview.
 
         Raises:
             ClusterError: if the API server answers with an error, or not at all.
@@ -135,10 +133,7 @@ class ClusterApi:
 def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: str | None) -> list[Finding]:
     """Examine the cluster of the kubeconfig, or of this pod.
 
-    Args:
-        job: the manifest; None if there is none.
-        namespace: namespace of jobs; None for that of the manifest, or else of the current context.
-        own_version: version of das-rollout; None if it is unknown.
+    Jobs are in *namespace*; None stands for that of the manifest, or else of the current context.
     """
     try:
         api = ClusterApi()

@@ -72,9 +72,8 @@ def check_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
 def check_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[str]) -> list[Finding]:
     """Check what the API server serves, for users who may not read CRDs.
 
-    Args:
-        resource_list: response of ``/apis/das.rollout.dev/v1beta1``; None if there is none.
-        names: plural names of the kinds that jobs need.
+    *resource_list* is the response of ``/apis/das.rollout.dev/v1beta1``, if there is one, and *names* are the plural
+    names of the kinds that jobs need.
     """
     served = {one["name"] for one in (resource_list or {}).get("resources", ())}
     missing = [name for name in names if name not in served]
@@ -86,10 +85,7 @@ def check_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[st
 def check_operator(deployments: Sequence[Mapping[str, Any]], namespace: str, own_version: str | None) -> list[Finding]:
     """Check the Deployments of the operator.
 
-    Args:
-        deployments: Deployments with the operator's labels, of all namespaces.
-        namespace: namespace of jobs.
-        own_version: version of this command; None if it is unknown.
+    *deployments* are those with the operator's labels in all namespaces, and *namespace* is that of jobs.
     """
     if not deployments:
         return [
@@ -150,10 +146,7 @@ def _values(deployment: Mapping[str, Any], option: str) -> Iterator[str]:
 def check_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Finding:
     """Check the Lease of the operator, which its leader renews.
 
-    Args:
-        name: its namespace and name.
-        lease: the Lease; None if it does not exist.
-        now: the present time, with a time zone.
+    *name* has its namespace, *lease* is None if it does not exist, and *now* has a time zone.
     """
     advice = "no operator acts on jobs; see the operator's log, and whether the clock of this machine is right"
     spec = (lease or {}).get("spec", {})
@@ -182,8 +175,7 @@ def _belongs_to_chart(policy: Mapping[str, Any]) -> bool:
 def check_monitoring(groups: Sequence[Mapping[str, Any]]) -> Finding:
     """Check whether the Prometheus operator is installed, which is optional.
 
-    Args:
-        groups: API groups that the API server serves.
+    *groups* are the API groups that the API server serves.
     """
     if any(group["name"] == "monitoring.coreos.com" for group in groups):
         return ok("monitoring", "the Prometheus operator's API is served, so monitoring.podMonitor can be used")

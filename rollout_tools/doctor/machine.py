@@ -151,8 +151,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def read_machine(cache: Path) -> MachineFacts:
     """Return the facts about this machine.
 
-    Args:
-        cache: directory of the model cache, which need not exist.
+    The directory of the model cache need not exist.
     """
     directory = next(path for path in (cache.absolute(), *cache.absolute().parents) if path.is_dir())
     return MachineFacts(

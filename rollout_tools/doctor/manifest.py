@@ -43,11 +43,8 @@ def check_invalid_manifest(failure: ManifestError) -> list[Finding]:
 def check_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
     """Check a valid manifest.
 
-    Args:
-        job: the manifest.
-        model: its model.
-        gpu_memory: memory of the smallest GPU of this machine, in bytes; None if it has none.
-        memory: memory of this machine that a job may use, in bytes; None if jobs run on other machines.
+    *gpu_memory* is that of the smallest GPU of this machine, in bytes; None if it has none. *memory* is what a job may
+    use of this machine, in bytes; None if jobs run on other machines.
     """
     findings = [ok("manifest", f"RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid")]
     if job.spec.runtime_ref is not None:
@@ -138,12 +135,7 @@ def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, m
 
 
 def read_model(job: RolloutJob, cache: Path) -> ModelFacts:
-    """Return what is known about the model of *job*.
-
-    Args:
-        job: the manifest.
-        cache: the model cache.
-    """
+    """Return what is known about the model of *job*."""
     model, engine = job.spec.model, job.spec.engine
     roots = [root for root in job.spec.weights.allowed_roots if not Path(root).is_dir()]
     try:

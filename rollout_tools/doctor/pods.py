@@ -68,10 +68,8 @@ def _amounts(resources: Resources) -> dict[str, Decimal]:
 def check_namespace(name: str, namespace: Mapping[str, Any] | None, *, uses_templates: bool) -> list[Finding]:
     """Check a namespace and its Pod Security level.
 
-    Args:
-        name: its name.
-        namespace: the object; None if it does not exist.
-        uses_templates: whether the manifest changes pods by a podTemplate.
+    *namespace* is None if it does not exist. *uses_templates* says whether the manifest changes pods by a
+    podTemplate.
     """
     if namespace is None:
         return [error("namespace", f"{name} does not exist", f"create it: kubectl create namespace {name}")]
@@ -113,10 +111,7 @@ def check_quotas(
 ) -> list[Finding]:
     """Check the ResourceQuotas and LimitRanges of a namespace.
 
-    Args:
-        quotas: the ResourceQuotas.
-        limit_ranges: the LimitRanges.
-        pods: the pods of a job; none if there is no manifest.
+    *pods* are those of a job; none if there is no manifest.
     """
     findings = [one for quota in quotas for one in _check_quota(quota, _default_limits(limit_ranges), pods)]
     findings += [one for limits in limit_ranges for one in _check_limits(limits, pods)]
@@ -216,12 +211,8 @@ def check_network_policies(
 ) -> Finding:
     """Check whether NetworkPolicies cut a job's pods off from DNS and Redis.
 
-    Only the ports of rules are examined: which peers a rule means cannot be told from outside.
-
-    Args:
-        policies: the NetworkPolicies of the job's namespace.
-        labels: labels of the pods.
-        redis_port: port of the job's Redis; None if it is unknown.
+    Only the ports of rules are examined: which peers a rule means cannot be told from outside. *policies* are those of
+    the job's namespace, and *labels* those of the pods. *redis_port* is None if it is unknown.
     """
     limiting = [
         policy
@@ -316,9 +307,7 @@ _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 def check_nodes(nodes: Sequence[Mapping[str, Any]], workers: Workers | None) -> Finding:
     """Check whether the workers fit onto the nodes. How much of them other pods use is not examined.
 
-    Args:
-        nodes: all nodes.
-        workers: the section of the manifest; None if there is no manifest.
+    *workers* is the section of the manifest; None if there is no manifest.
     """
     usable = [node for node in nodes if _is_usable(node)]
     resource = (workers.gpu_resource if workers is not None else None) or DEFAULT_GPU_RESOURCE

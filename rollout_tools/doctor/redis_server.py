@@ -58,10 +58,7 @@ class RedisFacts:
 def check_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> list[Finding]:
     """Check a server.
 
-    Args:
-        facts: what it has answered.
-        holds_messages: whether it holds a job's messages; otherwise it holds a history only.
-        now: the present time, with a time zone.
+    *holds_messages* says whether it holds a job's messages; otherwise it holds a history only. *now* has a time zone.
     """
     if facts.unusable:
         return [error("connection", facts.where, facts.unusable)]

@@ -85,20 +85,23 @@ def log_directory(directory: Path) -> Path:
     return directory / "logs"
 
 
-def _read(path: Path, advice: str) -> Any:
+def _read(path: Path, advice: str) -> dict[str, Any] | None:
     """Return the content of a file of the state directory; None if there is no such file.
 
     Raises:
         StateError: if it cannot be read.
     """
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StateError(f"cannot read {path}: {error.strerror}; {advice}") from None
     except ValueError:
-        raise StateError(f"cannot read {path}; {advice}") from None
+        content = None
+    if not isinstance(content, dict):
+        raise StateError(f"cannot read {path}; {advice}")
+    return content
 
 
 def _write(path: Path, content: Any) -> None:
@@ -126,7 +129,7 @@ def last_job(directory: Path) -> LastJob | None:
     content = _read(path, _NEW_JOB)
     try:
         return None if content is None else LastJob(content["uid"], content["finished"])
-    except (KeyError, TypeError):
+    except KeyError:
         raise StateError(f"cannot read {path}; {_NEW_JOB}") from None
 
 
@@ -147,10 +150,7 @@ class JobState:
     def open(cls, path: Path, job: RolloutJob, notify: Callable[[str], None]) -> JobState:
         """Continue the unfinished job in *path* if its manifest asks for the same rollouts; otherwise start a new job.
 
-        Args:
-            path: the state file, which need not exist.
-            job: the manifest.
-            notify: receives a message for the user when an unfinished job is abandoned.
+        The file need not exist. *notify* receives a message for the user when an unfinished job is abandoned.
 
         Raises:
             StateError: if the file cannot be read.
@@ -214,8 +214,7 @@ def last_manifest(directory: Path) -> dict[str, Any] | None:
     Raises:
         StateError: if the file cannot be read.
     """
-    manifest: dict[str, Any] | None = _read(directory / _MANIFEST_FILE, _NEW_FILE)
-    return manifest
+    return _read(directory / _MANIFEST_FILE, _NEW_FILE)
 
 
 @dataclass(frozen=True)

@@ -410,12 +410,8 @@ def saved_recording(
 ) -> Iterator[None]:
     """Save the recording of a job to *directory* at the end of the context, unless Redis has failed in it.
 
-    Args:
-        setup: the job.
-        directory: its state directory.
-        tokenizer: the tokenizer of its model.
-        prompts: token ids of the prompts by problem, as far as they are known.
-        notify: receives a message for the user if the recording cannot be saved.
+    *prompts* are token ids by problem, as far as they are known. *notify* receives a message for the user if the
+    recording cannot be saved.
     """
     try:
         yield

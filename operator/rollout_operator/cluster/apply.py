@@ -277,13 +277,6 @@ async def keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequen
 
     What cannot be read is named in the bundle.
 
-    Args:
-        api: the API server.
-        job: the failed job.
-        name: name of the ConfigMap.
-        pods: names of its pods.
-        now: current Unix time.
-
     Raises:
         ApiError: if the ConfigMap cannot be made or written in time.
     """
@@ -373,13 +366,7 @@ def last_lines(text: str, max_bytes: int) -> str:
 
 
 def bundle_config_map(evidence: Evidence, name: str, now: float) -> dict[str, Any]:
-    """Return the ConfigMap with what is kept of a failed job. It has no owner, so that it outlives the job.
-
-    Args:
-        evidence: what was read.
-        name: name of the ConfigMap.
-        now: current Unix time.
-    """
+    """Return the ConfigMap with what is kept of a failed job. It has no owner, so that it outlives the job."""
     metadata = evidence.job["metadata"]
     labels = names.labels_outside_release("bundle") | {names.BUNDLE_LABEL: metadata["name"]}
     return {

@@ -61,14 +61,8 @@ class Informer:
     ) -> None:
         """Prepare an informer.
 
-        Args:
-            api: the client of the API server.
-            cache: the cache to keep up to date.
-            queue: receives the jobs to reconcile.
-            kind: the kind to watch.
-            namespace: the namespace to watch.
-            selector: label selector of the objects.
-            optional: whether the operator can do without this kind if it does not exist or must not be read.
+        *selector* selects objects by their labels. An *optional* kind is one that the operator can do without if it
+        does not exist or must not be read.
         """
         self.synced = asyncio.Event()
         """Set once the cache has received a complete list."""

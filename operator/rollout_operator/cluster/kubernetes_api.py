@@ -220,13 +220,8 @@ class KubernetesApi:
     ) -> str:
         """Return the last lines of the log of a container, each with its time.
 
-        Args:
-            namespace: namespace of the pod.
-            pod: name of the pod.
-            container: name of the container.
-            previous: whether to return the log of the container that ran before it was restarted.
-            num_lines: maximum number of lines.
-            max_bytes: maximum size of these lines; what exceeds it is missing at the end.
+        *previous* asks for the log of the container that ran before it was restarted. What exceeds *max_bytes* is
+        missing at the end.
         """
         self._count("get", "Pod/log")
         query = {
@@ -266,10 +261,7 @@ class KubernetesApi:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the pages of the list of a kind in one namespace, or in all namespaces if *namespace* is empty.
 
-        Args:
-            kind: kind of the objects.
-            namespace: namespace of the objects.
-            selector: label selector of the objects; by default, all objects are listed.
+        Without a label *selector*, all objects are listed.
 
         Raises:
             ApiError: a page cannot be read.
@@ -288,11 +280,7 @@ class KubernetesApi:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield changes to the objects of a kind since a version, until the API server ends the stream.
 
-        Args:
-            kind: kind of the objects.
-            namespace: namespace of the objects; empty for all namespaces.
-            version: resource version.
-            selector: label selector of the objects; by default, all objects are watched.
+        Without a *namespace*, all of them are watched; without a label *selector*, all objects.
 
         Raises:
             ApiError: if the watch cannot be started, or breaks.

@@ -258,8 +258,7 @@ class SelectedNamespaces:
     def __init__(self, on_change: Callable[[str], None]) -> None:
         """Begin without namespaces.
 
-        Args:
-            on_change: called with the name of a namespace that was added or removed.
+        *on_change* is called with the name of a namespace that was added or removed.
         """
         self._on_change = on_change
         self._names: dict[str, str] = {}

@@ -251,9 +251,7 @@ class HeadStatusReader:
     async def read(self, head: PodView | None, on_late_answer: Callable[[], None]) -> HeadStatus | None:
         """Return the status of a head, at most a few seconds old.
 
-        Args:
-            head: the head's pod, if there is one.
-            on_late_answer: called if the head answers after this method has returned.
+        *on_late_answer* is called if the head answers after this method has returned.
 
         Returns:
             The status; None if there is no running head, or if it has not answered yet.

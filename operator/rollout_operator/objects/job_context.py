@@ -213,10 +213,7 @@ def _job_and_error(observed: Observed) -> tuple[RolloutJob, ManifestError | None
 def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Revision:
     """Return the revision of pods that are created from the current spec of a job.
 
-    Args:
-        job: the job.
-        default_image: the image of its pods if it names none.
-        has_runtime: whether a runtime may change the model cache, which is fixed otherwise.
+    *has_runtime* says whether a runtime may change the model cache, which is fixed otherwise.
     """
     spec = job.spec
     settings = spec.model_dump(

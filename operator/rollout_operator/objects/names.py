@@ -93,14 +93,8 @@ def pod_name(job: str, component: str, slot: int | None = None, *, rank: int = 0
     """Return the name of a new head, worker or prefetch pod.
 
     The same name is used again as soon as it is free, so that two operators at once cannot create two pods for one
-    slot. Only a pod that a finalizer retains makes its successor have a suffix.
-
-    Args:
-        job: name of the job.
-        component: the component.
-        slot: slot of a worker.
-        rank: number of the pod in its worker.
-        taken: names of existing pods.
+    slot. Only a pod that a finalizer retains makes its successor have a suffix. *rank* is the number of the pod in its
+    worker, and *taken* are the names of existing pods.
     """
     name = f"{job}-{component}" if slot is None else f"{job}-{component}-{slot}"
     if rank:
@@ -115,13 +109,7 @@ def _with_suffixes(name: str) -> Iterator[str]:
 
 
 def pod_group(job: str, uid: str, started: str) -> str:
-    """Return the name of the group of pods that Kueue admits when a job starts or resumes.
-
-    Args:
-        job: name of the job.
-        uid: its uid.
-        started: when it started or resumed.
-    """
+    """Return the name of the group of pods that Kueue admits when a job starts or resumes."""
     digest = hashlib.sha256(f"{uid}/{started}".encode()).hexdigest()[:8]
     return f"{job}-{digest}"
 

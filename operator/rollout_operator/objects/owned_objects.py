@@ -49,10 +49,7 @@ def _server_url(context: JobContext) -> str | None:
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
     """Return all objects except for pods, in the order in which they have to be created.
 
-    Args:
-        context: the job.
-        cluster: the cluster.
-        workers: the desired number of workers.
+    *workers* is the desired number of workers.
     """
     objects = [
         _service_account(context),

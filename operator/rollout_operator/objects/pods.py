@@ -105,12 +105,7 @@ def worker_pod(
 ) -> dict[str, Any]:
     """Return a pod of the worker in a slot, which runs engines, or a part of one.
 
-    Args:
-        context: the job.
-        slot: the slot.
-        rank: number of the pod in its worker.
-        replacement: whether another pod had this slot and rank before.
-        taken: names of other pods.
+    *replacement* says whether another pod had this slot and rank before, and *taken* are the names of other pods.
     """
     spec = context.job.spec
     workers = spec.workers
@@ -246,12 +241,8 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
     """Return the pod that marks the job as ended in Redis and moves finished rollouts to the history.
 
     It runs where the head may run, with what ``head.podTemplate`` adds to the head's container and pod, such as the
-    certificates of an authority. Its commands and further containers of the template are left out.
-
-    Args:
-        context: the job.
-        delete_messages: whether to delete the job's messages immediately.
-        reason: the message for the job's clients.
+    certificates of an authority. Its commands and further containers of the template are left out. *reason* is the
+    message for the job's clients.
     """
     container = {
         "name": names.CLEANUP,

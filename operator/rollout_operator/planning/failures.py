@@ -116,12 +116,7 @@ def record_failures(
 ) -> tuple[RolloutJobStatus, tuple[str, str] | None]:
     """Add newly failed pods to the status of a job, a limited number at a time.
 
-    Args:
-        builder: the plan, to which Events about the failures are added.
-        observed: the observed job.
-        status: its status.
-        lifecycle: the manifest's section.
-        recorded: uids of the failed pods that the status already lists.
+    *recorded* are the uids of the failed pods that the status already lists.
 
     Returns:
         The status, and reason and message if the job has to fail.

@@ -130,9 +130,7 @@ class PodPlanner:
     def plan_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers, and the pods of each, until there are *desired* ones, at most one per slot.
 
-        Args:
-            desired: the desired number of workers.
-            slots_used: number of slots that ever had a worker; a new pod in one of these is a replacement.
+        *slots_used* is the number of slots that ever had a worker; a new pod in one of these is a replacement.
 
         Returns:
             The leaders that exist now and are neither terminated nor being deleted.

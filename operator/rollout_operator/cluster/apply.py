@@ -18,14 +18,7 @@ from rollout_api.bundle.archive import BundleArchive
 from rollout_api.bundle.cluster import ARCHIVE_KEY, ContainerLog, Evidence
 from rollout_api.bundle.redaction import Redactor
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from rollout_operator.cluster.kubernetes_api import (
-    ApiError,
-    KubernetesApi,
-    job_reference,
-    object_reference,
-    pod_reference,
-    workload_reference,
-)
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, job_reference, reference
 from rollout_operator.cluster.object_cache import ObjectCache, job_key
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest, Observed, Rejection, Target, format_timestamp
@@ -88,11 +81,11 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
 
 async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
     metadata = job["metadata"]
-    reference = job_reference(metadata["namespace"], metadata["name"])
+    written = job_reference(metadata["namespace"], metadata["name"])
     # With the observed resource version, the slower of two concurrent operators gets a conflict.
-    reference["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
+    written["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
     try:
-        cache.update_job_from_response(await api.apply({**reference, "status": plan.status}, subresource="status"))
+        cache.update_job_from_response(await api.apply({**written, "status": plan.status}, subresource="status"))
     except ApiError as error:
         if error.not_found:
             # kopf does not report what was deleted while its watch was interrupted.
@@ -113,10 +106,10 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Obse
             cache.update_from_response(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
             if force:
-                await _mark_lost(api, pod_reference(namespace, pod), pod_uid)
-            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
+                await _mark_lost(api, reference("Pod", namespace, pod), pod_uid)
+            await api.delete(reference("Pod", namespace, pod), uid=pod_uid, grace_period=0 if force else None)
         case DeleteObject(api_version, kind, object_name, object_uid):
-            await api.delete(object_reference(api_version, kind, namespace, object_name), uid=object_uid)
+            await api.delete(reference(kind, namespace, object_name, api_version=api_version), uid=object_uid)
         case DeleteWorkload(workload):
             await _delete_workload(api, namespace, workload)
         case DeleteJob():
@@ -127,14 +120,14 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Obse
             await keep_bundle(api, job, config_map, pods, observed.now)
 
 
-async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) -> None:
+async def _mark_lost(api: KubernetesApi, pod: dict[str, Any], uid: str) -> None:
     """Set the phase of a pod on a lost node to Failed, as Kubernetes' garbage collector of pods does.
 
     Otherwise a pod that a finalizer retains would count as running for ever, for example in Kueue.
     """
-    reference["metadata"]["uid"] = uid
+    pod["metadata"]["uid"] = uid
     try:
-        await api.patch({**reference, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
+        await api.patch({**pod, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
     except ApiError as error:
         if not (error.not_found or error.conflict):
             raise
@@ -143,7 +136,7 @@ async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) ->
 async def _delete_workload(api: KubernetesApi, namespace: str, name: str) -> None:
     version = await api.preferred_version(names.KUEUE_GROUP)
     if version is not None:
-        await api.delete(workload_reference(version, namespace, name))
+        await api.delete(reference(names.WORKLOAD_KIND, namespace, name, api_version=version))
 
 
 async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
@@ -172,14 +165,14 @@ async def _set_finalizer(api: KubernetesApi, cache: ObjectCache, job: Manifest, 
     job = cache.job((metadata["namespace"], metadata["name"])) or job
     metadata = job["metadata"]
     others = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
-    reference = job_reference(metadata["namespace"], metadata["name"])
+    patch = job_reference(metadata["namespace"], metadata["name"])
     # A merge patch replaces the whole list, so it must fail if another controller has changed the list meanwhile.
-    reference["metadata"] |= {
+    patch["metadata"] |= {
         "resourceVersion": metadata["resourceVersion"],
         "finalizers": [*others, names.FINALIZER] if present else others,
     }
     try:
-        response = await api.patch(reference)
+        response = await api.patch(patch)
     except ApiError as error:
         if error.conflict:
             raise OutdatedError from error
@@ -315,7 +308,7 @@ class _ApiReader:
         found: list[Manifest] = []
         for name in self._pods:
             try:
-                found.append(await self._api.get(pod_reference(self._namespace, name)))
+                found.append(await self._api.get(reference("Pod", self._namespace, name)))
             except ApiError as error:
                 if not error.not_found:
                     raise

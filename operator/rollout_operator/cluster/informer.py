@@ -38,11 +38,8 @@ class InformerCache(Protocol):
     def update(self, body: Manifest, kind: str) -> JobKey | None:
         """Add or replace an object."""
 
-    def remove(self, body: Manifest, kind: str) -> JobKey | None:
-        """Remove an object."""
-
-    def remove_uid(self, kind: str, uid: str) -> JobKey | None:
-        """Remove the object with this uid."""
+    def remove(self, uid: str) -> JobKey | None:
+        """Remove the object with this uid. A newer one of the same name is kept."""
 
 
 class Informer:
@@ -104,7 +101,7 @@ class Informer:
                 body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, **item}
                 self._reconcile(self._cache.update(body, self._kind.kind))
         for uid in known - listed:
-            self._reconcile(self._cache.remove_uid(self._kind.kind, uid))
+            self._reconcile(self._cache.remove(uid))
         return version
 
     async def _watch(self, version: str) -> None:
@@ -116,7 +113,7 @@ class Informer:
                         raise ApiError(body.get("code", 0), body.get("reason", "Error"), body.get("message", ""))
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
-                        self._reconcile(self._cache.remove(body, self._kind.kind))
+                        self._reconcile(self._cache.remove(body["metadata"]["uid"]))
                     elif event["type"] in ("ADDED", "MODIFIED"):
                         self._reconcile(self._cache.update(body, self._kind.kind))
             except ApiError as error:

@@ -129,23 +129,13 @@ class KubernetesApi:
         """Close all connections."""
         await self._client.close()
 
-    async def request(
-        self,
-        verb: str,
-        path: str,
-        body: Any = None,
-        *,
-        content_type: str = _JSON,
-        accept: str = _JSON,
-        query: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Send a request and return the parsed response.
+    async def request(self, verb: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any]:
+        """Send a request and return the parsed response; the settings are those of :meth:`_send`.
 
         Raises:
             ApiError: if the server responds with an error; with status 0 if it does not respond.
         """
-        data = await self._send(verb, path, body, content_type=content_type, accept=accept, query=query)
-        return _parse(data)
+        return _parse(await self._send(verb, path, body, **settings))
 
     async def _send(
         self,
@@ -231,7 +221,7 @@ class KubernetesApi:
             "tailLines": num_lines,
             "limitBytes": max_bytes,
         }
-        path = _path(pod_reference(namespace, pod), pod, "log")
+        path = _path(reference("Pod", namespace, pod), pod, "log")
         return (await self._send("GET", path, accept="*/*", query=query)).decode(errors="replace")
 
     async def events(self, namespace: str, name: str) -> list[dict[str, Any]]:
@@ -396,26 +386,11 @@ def _path(manifest: Manifest, name: str = "", subresource: str = "") -> str:
     return "/".join(part for part in parts if part)
 
 
-def object_reference(api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any]:
+def reference(kind: str, namespace: str, name: str, *, api_version: str = "v1") -> dict[str, Any]:
     """Return a reference to an object for the methods of :class:`KubernetesApi`."""
     return {"apiVersion": api_version, "kind": kind, "metadata": {"namespace": namespace, "name": name}}
 
 
 def job_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a RolloutJob for the methods of :class:`KubernetesApi`."""
-    return object_reference(API_VERSION, KIND, namespace, name)
-
-
-def pod_reference(namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
-    return object_reference("v1", "Pod", namespace, name)
-
-
-def config_map_reference(namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a ConfigMap for the methods of :class:`KubernetesApi`."""
-    return object_reference("v1", "ConfigMap", namespace, name)
-
-
-def workload_reference(version: str, namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a Workload of Kueue for the methods of :class:`KubernetesApi`."""
-    return object_reference(version, names.WORKLOAD_KIND, namespace, name)
+    return reference(KIND, namespace, name, api_version=API_VERSION)

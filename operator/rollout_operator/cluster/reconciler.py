@@ -17,7 +17,7 @@ from rollout_api.manifest.status import ConditionType
 from rollout_api.status_token import StatusToken
 from rollout_operator.cluster.apply import OutdatedError, execute, post_event
 from rollout_operator.cluster.informer import WorkQueue
-from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, config_map_reference
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, reference
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import (
@@ -180,9 +180,10 @@ class Reconciler:
         is_ending = names.FINALIZER in metadata.get("finalizers", ()) and not metadata.get("deletionTimestamp")
         if not is_ending or not _has_condition(job, ConditionType.FAILED):
             return None
-        reference = config_map_reference(metadata["namespace"], names.bundle_config_map(metadata["name"]))
         try:
-            found = await self._api.metadata(reference)
+            found = await self._api.metadata(
+                reference("ConfigMap", metadata["namespace"], names.bundle_config_map(metadata["name"]))
+            )
         except ApiError as error:
             if error.transient:
                 raise

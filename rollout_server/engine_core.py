@@ -342,6 +342,13 @@ _UNSUPPORTED = {
 """Parameters that engines of a job do not apply, and how errors call them. They must have vLLM's defaults."""
 
 
+_SAME_SETTINGS = (
+    *("n", "temperature", "top_p", "min_p", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Settings that have the same names and values in vLLM and in a request to a job."""
+
+
 def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
 
@@ -362,20 +369,11 @@ def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
                 f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
                 parameter=name,
             )
-    overrides: dict[str, Any] = {
-        "n": params.n,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+    overrides: dict[str, Any] = {name: getattr(params, name) for name in _SAME_SETTINGS} | {
         "top_k": max(0, params.top_k),
-        "min_p": params.min_p,
-        "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens,
         "stop": list(params.stop or ()),
         "stop_token_ids": list(params.stop_token_ids or ()),
         "allowed_token_ids": list(params.allowed_token_ids or ()),
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "logit_bias": dict(params.logit_bias or {}),
         "logprobs": params.logprobs is not None,
     }

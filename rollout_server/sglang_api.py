@@ -40,6 +40,13 @@ _ENDS = {
 """Why a rollout ended → how SGLang calls it."""
 
 
+_SAME_SETTINGS = {
+    *("temperature", "top_p", "min_p", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""Settings that have the same names and values in SGLang and in a request to a job."""
+
+
 def _as_list(value: Any) -> Any:
     return [] if value is None else value if isinstance(value, list) else [value]
 
@@ -77,19 +84,12 @@ class SamplingFields(BaseModel):
 
     def overrides(self) -> dict[str, Any]:
         """Return the settings that the request has, as fields of :class:`rollout_api.Sampling`."""
-        settings = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        settings = self.model_dump(include=_SAME_SETTINGS) | {
             "top_k": None if self.top_k is None else max(0, self.top_k),
-            "min_p": self.min_p,
             "max_tokens": self.max_new_tokens,
             "min_tokens": self.min_new_tokens,
             "stop": self.stop or None,
             "stop_token_ids": self.stop_token_ids or None,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "ignore_eos": self.ignore_eos,
             "seed": None if self.sampling_seed is None else self.sampling_seed % 2**31,
             "kept_tokens": self.custom_params.return_top_p_token_ids or None,
         }

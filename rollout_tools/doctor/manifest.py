@@ -76,23 +76,18 @@ def _model(model: ModelFacts, *, runs_here: bool) -> list[Finding]:
         return [
             warning("model", f"{model.uri} is not on this machine", f"make sure that pods have it: {model.unusable}")
         ]
-    if model.directory is None and not runs_here:
-        return [
-            warning(
-                "model",
-                f"not examined: {model.uri} is not on this machine",
-                "pods download it from the Hugging Face hub unless model.cache has it; run rollout prefetch to compare "
-                "it with the manifest here",
-            )
-        ]
     if model.directory is None:
-        return [
-            warning(
-                "model",
-                f"{model.uri} is not on this machine",
-                "it is downloaded from the Hugging Face hub when a job starts; run rollout prefetch to do so before",
+        seen = f"{model.uri} is not on this machine"
+        if runs_here:
+            advice = (
+                "it is downloaded from the Hugging Face hub when a job starts; run rollout prefetch to do so before"
             )
-        ]
+            return [warning("model", seen, advice)]
+        advice = (
+            "pods download it from the Hugging Face hub unless model.cache has it; run rollout prefetch to compare it "
+            "with the manifest here"
+        )
+        return [warning("model", f"not examined: {seen}", advice)]
     findings = [ok("model", f"{model.uri} is in {model.directory}")]
     if model.tokenizer_error:
         findings.append(error("tokenizer", model.tokenizer_error, "add the tokenizer's files to the model's directory"))

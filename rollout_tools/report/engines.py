@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -75,7 +75,9 @@ def engine_times(measurements: Sequence[Measurement], ended: Sequence[EndedRollo
     modes: defaultdict[str, set[str]] = defaultdict(set)
     for rollout in ended:
         modes[rollout.engine_name].add(rollout.draft_mode)
-    waiting, running = _Activity(ended, _waiting_time), _Activity(ended, _running_time)
+    started = [rollout for rollout in ended if rollout.started_at]
+    waiting = _Activity((one.draft_mode, one.arrived_at, one.started_at) for one in started)
+    running = _Activity((one.draft_mode, one.started_at, one.finished_at) for one in started)
     times: defaultdict[str, EngineTime] = defaultdict(EngineTime)
     for before, after in pairwise(measurements):
         earlier = {engine.name: engine for engine in before.engines}
@@ -121,14 +123,12 @@ def _add_measured(time: EngineTime, before: EngineMeasurement, after: EngineMeas
 class _Activity:
     """Whether there were rollouts in some state at a moment, by their draft mode."""
 
-    def __init__(
-        self, ended: Iterable[EndedRollout], time_of: Callable[[EndedRollout], tuple[float, float] | None]
-    ) -> None:
+    def __init__(self, times: Iterable[tuple[str, float, float]]) -> None:
+        """Count rollouts, each of which has a draft mode and was in the state from one Unix time to another."""
         intervals: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for rollout in ended:
-            interval = time_of(rollout)
-            if interval is not None and interval[0] < interval[1]:
-                intervals[rollout.draft_mode].append(interval)
+        for mode, start, end in times:
+            if start < end:
+                intervals[mode].append((start, end))
         self._counts = {mode: running_counts(of_mode) for mode, of_mode in intervals.items()}
 
     def at(self, time: float, modes: Iterable[str]) -> bool:
@@ -139,14 +139,6 @@ class _Activity:
         counts = self._counts.get(mode, [])
         index = bisect_right(counts, time, key=lambda one: one.time)
         return counts[index - 1].count if index else 0
-
-
-def _waiting_time(rollout: EndedRollout) -> tuple[float, float] | None:
-    return (rollout.arrived_at, rollout.started_at) if rollout.started_at else None
-
-
-def _running_time(rollout: EndedRollout) -> tuple[float, float] | None:
-    return (rollout.started_at, rollout.finished_at) if rollout.started_at else None
 
 
 class EngineHistory(NamedTuple):

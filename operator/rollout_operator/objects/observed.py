@@ -268,79 +268,56 @@ STARTING_PERIOD_S = 2.0
 """The same for a head that reports no engine yet, although a worker is ready."""
 
 
-class EngineStatus(BaseModel):
-    """The status of one engine."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    worker: str = ""
-    """Name of the worker pod."""
-    max_running: int = 0
-    """Maximum number of rollouts that the engine runs at once."""
-    assigned: int = 0
-    """Number of rollouts assigned to the engine."""
-    idle_seconds: float = 0.0
-    """Time since the engine last had a rollout."""
-
-
-class EnvironmentErrorStatus(BaseModel):
-    """Rollouts that got no reward from the environment of a dataset source, for one type of reason."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    count: int = 0
-    problem: str = ""
-    """Problem of the first of them."""
-    message: str = ""
-    """What has happened there."""
-
-
-class HeadStatus(BaseModel):
-    """The status of a job as its head reports it: fields of :class:`rollout_api.protocol.status.ServedStatus`.
+class _Reported(BaseModel):
+    """A part of a head's status.
 
     A running job keeps its image when the operator is upgraded, so unknown fields are ignored, and all have defaults.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+
+class EngineStatus(_Reported):
+    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses."""
+
+    worker: str = ""
+    max_running: int = 0
+    assigned: int = 0
+    idle_seconds: float = 0.0
+
+
+class EnvironmentErrorStatus(_Reported):
+    """See :class:`rollout_api.protocol.status.EnvironmentErrors`."""
+
+    count: int = 0
+    problem: str = ""
+    message: str = ""
+
+
+class HeadStatus(_Reported):
+    """Fields of :class:`rollout_api.protocol.status.ServedStatus`, the status of a job, that the operator uses."""
+
     weight_version: int = 0
     waiting: int = 0
-    """Number of rollouts that are not assigned to an engine yet."""
     assigned: int = 0
-    """Number of rollouts that are assigned to engines."""
     done: int = 0
-    """Number of finished rollouts."""
     total: int | None = None
-    """Number of rollouts of a dataset source in all its epochs."""
     epoch: int | None = None
     tokens: int = 0
-    """Response tokens of finished rollouts."""
     accepted_per_step: float = 0.0
-    """Accepted tokens per decoding step."""
     decoding_steps: int = 0
-    """Decoding steps of finished rollouts."""
     canaries: int = 0
-    """Number of canaries that were compared with their siblings."""
     distribution_drift: bool = False
-    """Whether the canaries show that drafting changes the output distribution."""
     unverified: tuple[str, ...] = ()
-    """Engines on which vLLM does not verify the drafts that are proposed."""
     saved: float | None = None
-    """Fraction of the decoding time that drafting saved; negative if drafting cost time."""
     tokens_per_second: float = 0.0
     remaining_seconds: float | None = None
-    """Estimated time until all open requests are answered."""
     work_seconds: float | None = None
-    """Estimated time until all open requests are answered if all engines stay busy until then."""
     tail_seconds: float | None = None
-    """Estimated duration of the longest remaining rollout, which more workers do not shorten."""
     redis_error: str | None = None
-    """Why Redis is unavailable, while the job waits for it."""
     engine_errors: dict[str, str] = Field(default_factory=dict)
-    """Engines that cannot start, and the reason of each."""
     environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
-    """Rollouts that got no reward from the environment of a dataset source, by type of error."""
-    engines: tuple[EngineStatus, ...] = Field(default=())
+    engines: tuple[EngineStatus, ...] = ()
 
     @property
     def progress(self) -> ProgressStatus:

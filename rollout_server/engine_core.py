@@ -186,22 +186,19 @@ class JobEngineCore:
         client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
         identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list()])
         fields = self._with_conversation(fields, group, context, request_id)
-        prompt = _prompt(group.requests[0], sampling, fields)
-        try:
-            prepared = self._client.prepare(
-                prompt,
-                request_id=request_id,
-                # What is known of a conversation may change until a call is repeated.
-                identity=identity if request_id else None,
-                step=fields.step,
-                trajectory_id=fields.trajectory_id,
-                turn=fields.turn or 0,
-                stream=group.is_streamed,
-                traceparent=context.traceparent,
-            )
-            current_model_tokens().add(prepared.max_tokens)
-        except (RolloutClientError, LimitError) as error:
-            raise http_error(error) from None
+        # vLLM processes requests with lower values first.
+        fields = replace(fields, priority=fields.priority - group.requests[0].priority)
+        prepared = prepare_request(
+            self._client,
+            _prompt_tokens(group.requests[0]),
+            sampling,
+            fields,
+            context,
+            request_id=request_id,
+            # What is known of a conversation may change until a call is repeated.
+            identity=identity if request_id else None,
+            stream=group.is_streamed,
+        )
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
         if context.has_messages:
@@ -311,24 +308,57 @@ def _refusal(error: VLLMError) -> JSONResponse:
     return error_response(status, getattr(error, "message", str(error)), getattr(error, "parameter", None))
 
 
-def _prompt(request: EngineCoreRequest, sampling: dict[str, Any], fields: RolloutFields) -> Prompt:
-    """Return the prompt of a request.
+def _prompt_tokens(request: EngineCoreRequest) -> list[int]:
+    """Return the tokens of a prompt.
 
     Raises:
         VLLMValidationError: it does not consist of tokens alone.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         raise VLLMValidationError("engines of a rollout job generate text from tokens only")
-    return Prompt(
-        token_ids=request.prompt_token_ids,
+    return request.prompt_token_ids
+
+
+def prepare_request(
+    client: RequestClient,
+    token_ids: Sequence[int],
+    sampling: dict[str, Any],
+    fields: RolloutFields,
+    context: RequestContext,
+    *,
+    request_id: str,
+    identity: bytes | None = None,
+    stream: bool,
+) -> PreparedRequest:
+    """Return the request of a prompt to the job, and count its tokens.
+
+    Raises:
+        VLLMError: the job cannot serve it, or its caller would exceed a limit.
+    """
+    prompt = Prompt(
+        token_ids=token_ids,
         problem_id=fields.problem_id,
         sampling=sampling,
         purpose=fields.purpose,
-        # vLLM processes requests with lower values first.
-        priority=fields.priority - request.priority,
+        priority=fields.priority,
         deadline_seconds=fields.deadline_seconds,
         weight_version=fields.weight_version,
     )
+    try:
+        prepared = client.prepare(
+            prompt,
+            request_id=request_id,
+            identity=identity,
+            step=fields.step,
+            trajectory_id=fields.trajectory_id,
+            turn=fields.turn or 0,
+            stream=stream,
+            traceparent=context.traceparent,
+        )
+        current_model_tokens().add(prepared.max_tokens)
+    except (RolloutClientError, LimitError) as error:
+        raise http_error(error) from None
+    return prepared
 
 
 _UNSUPPORTED = {

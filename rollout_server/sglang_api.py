@@ -22,12 +22,10 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from rollout_api.arrays import flatten_kept_tokens, routed_experts_array
-from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
-from rollout_server.access import LimitError, current_model_tokens
-from rollout_server.engine_core import http_error, http_errors
+from rollout_server.engine_core import http_error, http_errors, prepare_request
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
@@ -230,36 +228,20 @@ class SglangApi:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
-        prompt = Prompt(
-            token_ids=prompt_tokens,
-            problem_id=fields.problem_id,
-            sampling={
-                **body.sampling_params.overrides(),
-                "n": 1,
-                "logprobs": body.return_logprob,
-                "routed_experts": body.return_routed_experts,
-            },
-            purpose=fields.purpose,
-            priority=fields.priority,
-            deadline_seconds=fields.deadline_seconds,
-            weight_version=fields.weight_version,
-        )
+        sampling = body.sampling_params.overrides() | {
+            "n": 1,
+            "logprobs": body.return_logprob,
+            "routed_experts": body.return_routed_experts,
+        }
         key = context.next_request_id()
         request_id = body.rid or uuid.uuid4().hex
         if request_id in self._running:
             raise VLLMValidationError(f"rid: a request {request_id!r} is running; use another rid", parameter="rid")
         running = self._running[request_id] = _Running()
         try:
-            prepared = self._client.prepare(
-                prompt,
-                request_id=key,
-                step=fields.step,
-                trajectory_id=fields.trajectory_id,
-                turn=fields.turn or 0,
-                stream=True,
-                traceparent=context.traceparent,
+            prepared = prepare_request(
+                self._client, prompt_tokens, sampling, fields, context, request_id=key, stream=True
             )
-            current_model_tokens().add(prepared.max_tokens)
             receiving = asyncio.ensure_future(
                 self._client.receive(
                     prepared,
@@ -269,7 +251,7 @@ class SglangApi:
                 )
             )
             rollout = await _unless_aborted(receiving, running)
-        except (RolloutClientError, LimitError) as error:
+        except RolloutClientError as error:
             raise http_error(error) from None
         finally:
             del self._running[request_id]

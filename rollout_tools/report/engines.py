@@ -191,14 +191,10 @@ def disabled_spans(history: EngineHistory) -> list[tuple[float, float]]:
     spans: list[tuple[float, float]] = []
     begin: float | None = None
     for time, disabled in zip(history.times, history.disabled, strict=True):
-        if disabled and begin is None:
-            begin = time
-        elif not disabled and begin is not None:
+        if not disabled and begin is not None:
             spans.append((begin, time))
-            begin = None
-    if begin is not None:
-        spans.append((begin, history.times[-1]))
-    return spans
+        begin = (time if begin is None else begin) if disabled else None
+    return spans if begin is None else [*spans, (begin, history.times[-1])]
 
 
 _MAX_LEGEND = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
@@ -230,29 +230,26 @@ class SelectedNamespaces:
         *on_change* is called with the name of a namespace that was added or removed.
         """
         self._on_change = on_change
-        self._names: dict[str, str] = {}
-        """By uid."""
-        self._counts: Counter[object] = Counter()
-        """Name → number of its uids, of which a namespace that was created again has two for a moment."""
+        self._uids: dict[str, str] = {}
+        """By name; a namespace that was created again has its new uid."""
 
     def __contains__(self, name: object) -> bool:
         """Return whether a namespace is selected."""
-        return self._counts[name] > 0
+        return name in self._uids
 
     def uids(self, kind: str, namespace: str) -> set[str]:
         """Return the uids of all selected namespaces."""
-        return set(self._names)
+        return set(self._uids.values())
 
     def update(self, body: Manifest, kind: str) -> None:
         """Add a namespace."""
         name, uid = body["metadata"]["name"], body["metadata"]["uid"]
-        if uid not in self._names:
-            self._names[uid] = name
-            self._counts[name] += 1
+        if self._uids.get(name) != uid:
+            self._uids[name] = uid
             self._on_change(name)
 
     def remove(self, uid: str) -> None:
         """Remove the namespace with this uid, which was deleted or has lost the labels."""
-        if (name := self._names.pop(uid, None)) is not None:
-            self._counts[name] -= 1
+        for name in [name for name, known in self._uids.items() if known == uid]:
+            del self._uids[name]
             self._on_change(name)

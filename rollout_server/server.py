@@ -167,12 +167,8 @@ def _arguments(client: RequestClient, model: Path, names: Sequence[str], engine_
 async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str, port: int, **settings: Any) -> None:
     """Serve until the process is told to end; running requests may then finish.
 
-    Args:
-        app: the application.
-        access: adds middleware that decides who may use the server.
-        host: address to listen on.
-        port: port to listen on; 0 for any free one.
-        settings: further settings of uvicorn.
+    *access* adds middleware that decides who may use the server. The port 0 stands for any free one, and *settings* are
+    further ones of uvicorn.
     """
     config = uvicorn.Config(
         access(as_asgi(app)),

@@ -156,14 +156,9 @@ class RedisUserManager:
     ) -> None:
         """Create a manager.
 
-        Args:
-            api: for the Secrets, and to list the jobs.
-            server: a connection of a user that may use ACL commands.
-            url: the URL of *server*, from which the users' URLs are derived.
-            key: the key from which passwords are derived.
-            by_default: whether jobs whose manifests name no Redis server have users.
-            history_service: the history service's user; None if it needs none.
-            namespaces: the namespaces whose jobs have users; None means all whose jobs are reported.
+        The users' URLs are derived from *url*, that of *server*, and their passwords from *key*. *by_default* says
+        whether jobs whose manifests name no Redis server have users. Only jobs in *namespaces* have users; None means
+        all whose jobs are reported.
         """
         self._api, self._server, self._url, self._key = api, server, url, key
         self._by_default, self._namespaces = by_default, namespaces

@@ -105,6 +105,10 @@ JobHistoryRedis = Annotated[
     ),
 ]
 JobUid = Annotated[str | None, typer.Option(help="Unique id of the job.", show_default="the newest job with its name")]
+ModelCache = Annotated[
+    Path | None,
+    typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
+]
 StateDirectory = Annotated[Path, typer.Option("--state-dir", help="State directory of rollout run.")]
 
 

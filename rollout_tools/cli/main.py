@@ -41,7 +41,7 @@ from rollout_store.models.model_source import (
 )
 from rollout_store.runtime.command_line import default_cache, exit_with_error
 from rollout_tools.cli.doctor import doctor
-from rollout_tools.cli.job_address import check_manifest, job_directory, read_manifest
+from rollout_tools.cli.job_address import ModelCache, check_manifest, job_directory, read_manifest
 from rollout_tools.cli.job_commands import app as job_app
 from rollout_tools.cli.output import exit_with_message, report_lines, report_table, show_progress
 from rollout_tools.cli.report_command import app as report_app
@@ -101,10 +101,6 @@ HistoryRedisUrl = Annotated[
 ]
 JobUid = Annotated[
     str, typer.Option(help="Unique id of the job, the same for its head and all its workers and after restarts.")
-]
-ModelCache = Annotated[
-    Path | None,
-    typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
 ]
 
 

@@ -51,10 +51,8 @@ def exit_with_message(
 ) -> Iterator[None]:
     """Turn expected errors into a message and an exit code; unexpected errors keep their traceback.
 
-    Args:
-        file: the manifest that messages name.
-        redis: URL of the Redis from which errors may come.
-        interrupted: what an interruption by the user means.
+    Messages name the manifest *file*, and say what an interruption by the user means. Errors of Redis may come from the
+    server at the URL *redis*.
     """
     prefix = f"{file}: " if file is not None else ""
     try:

@@ -97,11 +97,8 @@ async def run_local(
 ) -> JobReport | None:
     """Run *job* to its end. A job that was interrupted continues.
 
-    Args:
-        job: the manifest.
-        options: the user's options.
-        notify: receives messages for the user.
-        watch: runs concurrently with a dataset job to show its progress; cancelled at the end.
+    *notify* receives messages for the user. *watch* runs concurrently with a dataset job to show its progress, and is
+    cancelled at the end.
 
     Returns:
         The report of a dataset job; None for a job that served trainers.

@@ -317,12 +317,7 @@ def _two_lines_each(
 ) -> go.Figure:
     """Return a solid line at the left axis and a dotted one at the right axis for each engine.
 
-    Args:
-        series: engine → Unix times, and the values of both lines.
-        start: Unix time from which the time axis counts.
-        seconds: its length.
-        titles: titles of the left and the right axis.
-        settings: those of the lines.
+    *series* has the Unix times and the values of both lines by engine. The time axis counts *seconds* from *start* on.
     """
     scale, unit = time_unit(seconds)
     traces = []

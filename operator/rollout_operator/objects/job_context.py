@@ -42,9 +42,7 @@ def parse_body(body: Manifest) -> RolloutJob:
 def has_managed_user(redis: Redis, *, by_default: bool) -> bool:
     """Return whether rollout-redis-users creates a Redis user for a job.
 
-    Args:
-        redis: the section of the job's spec.
-        by_default: whether it does so for a job whose manifest names no Redis server.
+    *by_default* says whether it does so for a job whose manifest names no Redis server.
     """
     return redis.managed or (by_default and redis.url is None and redis.url_from is None)
 

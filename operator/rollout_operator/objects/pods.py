@@ -48,6 +48,12 @@ _DO_NOT_DISRUPT = {
 """Annotations by which autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
 _GPU_CLAIM = "gpus"
 """Name, within a worker pod, of the ResourceClaim that gives it its GPUs."""
+_READINESS_PROBE = {
+    "httpGet": {"path": "/readyz", "port": "http"},
+    "periodSeconds": 5,
+    "timeoutSeconds": 3,
+    "failureThreshold": 3,
+}
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
@@ -71,7 +77,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
             f"--http-port={names.HTTP_PORT}",
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _readiness_probe("/readyz"),
+        "readinessProbe": _READINESS_PROBE,
         "resources": _resources(head.resources) or {"requests": _head_requests(context.job)},
     }
     pod = _pod(
@@ -120,7 +126,7 @@ def worker_pod(
             *([f"--rank={rank}"] if rank else []),
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _readiness_probe("/readyz"),
+        "readinessProbe": _READINESS_PROBE,
         "resources": _worker_resources(workers),
     }
     tolerations = [*workers.tolerations, *_gpu_tolerations(workers)]
@@ -293,15 +299,6 @@ def _spread_over_nodes(context: JobContext, component: str) -> list[dict[str, An
     ]
 
 
-def _readiness_probe(path: str) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": 5,
-        "timeoutSeconds": 3,
-        "failureThreshold": 3,
-    }
-
-
 def _resources(resources: Resources, extended: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return the resources of a container; the requests of extended ones default to their limits."""
     amounts = {name: amount for name, amount in (("cpu", resources.cpu), ("memory", resources.memory)) if amount}
@@ -417,40 +414,31 @@ def _pod(
 
 
 def _environment(context: JobContext, *, models_are_read_only: bool) -> list[dict[str, Any]]:
-    job = context.job
-    variables: list[dict[str, Any]] = [
-        {"name": "HOME", "value": "/tmp"},
-        {"name": "USER", "value": "rollout"},
-        {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-    ]
+    spec = context.job.spec
+    values = {"HOME": "/tmp", "USER": "rollout", "ROLLOUT_MODEL_CACHE": _MODELS_MOUNT, "HF_HOME": _HUB_HOME}
     if models_are_read_only:
         # The libraries write other files than models, too. Without access to the hub they never want to update a model,
         # so that all pods load the same commit, even if the branch has moved on.
-        variables += [
-            {"name": "HF_HOME", "value": "/tmp/huggingface"},
-            {"name": "HF_HUB_CACHE", "value": f"{_HUB_HOME}/hub"},
-            {"name": "HF_HUB_OFFLINE", "value": "1"},
-        ]
-    else:
-        variables.append({"name": "HF_HOME", "value": _HUB_HOME})
-    secret = context.redis_secret
-    if secret is not None:
-        variables.append(_from_secret("ROLLOUT_REDIS_URL", secret))
-    else:
-        variables.append({"name": "ROLLOUT_REDIS_URL", "value": job.spec.redis.url})
-    history = job.spec.history.redis
-    if history.url_from is not None:
-        variables.append(_from_secret("ROLLOUT_HISTORY_REDIS_URL", history.url_from.secret_key_ref))
-    elif history.url is not None:
-        variables.append({"name": "ROLLOUT_HISTORY_REDIS_URL", "value": history.url})
-    if job.spec.model.token_secret_ref is not None:
-        variables.append(_from_secret("HF_TOKEN", job.spec.model.token_secret_ref))
-    return variables
-
-
-def _from_secret(name: str, secret: SecretKey) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        values |= {"HF_HOME": "/tmp/huggingface", "HF_HUB_CACHE": f"{_HUB_HOME}/hub", "HF_HUB_OFFLINE": "1"}
+    secrets: dict[str, SecretKey] = {}
+    if context.redis_secret is not None:
+        secrets["ROLLOUT_REDIS_URL"] = context.redis_secret
+    elif spec.redis.url is not None:
+        values["ROLLOUT_REDIS_URL"] = spec.redis.url
+    if spec.history.redis.url_from is not None:
+        secrets["ROLLOUT_HISTORY_REDIS_URL"] = spec.history.redis.url_from.secret_key_ref
+    elif spec.history.redis.url is not None:
+        values["ROLLOUT_HISTORY_REDIS_URL"] = spec.history.redis.url
+    if spec.model.token_secret_ref is not None:
+        secrets["HF_TOKEN"] = spec.model.token_secret_ref
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+            for name, secret in secrets.items()
+        ),
+    ]
 
 
 def _volumes(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,9 +84,11 @@ def report(
         else:
             recording = _read_job(job, file, redis, history_redis, uid, state_dir, model_cache or default_cache())
     if save is not None:
-        _write_recording(recording, save)
+        from rollout_tools.report.recording import save_recording
+
+        _write(save, "recording", partial(save_recording, recording))
     if html is not None:
-        write_page(recording, html)
+        _write_page(recording, html)
 
 
 def check_writable(file: Path | None, option: str) -> None:
@@ -101,15 +105,20 @@ def check_writable(file: Path | None, option: str) -> None:
         exit_with_error(EXIT_STATE, f"cannot write {file} ({option}): {error.strerror}")
 
 
-def write_page(recording: JobRecording, file: Path) -> None:
-    """Write the page about *recording*, and say where it is."""
-    from rollout_tools.report.page import render_page
-
+def _write(file: Path, what: str, write: Callable[[Path], object], hint: str = "") -> None:
+    """Write a file, and say where it is."""
     try:
-        file.write_text(render_page(recording), encoding="utf-8")
+        write(file)
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
-    console.print(f"The report is in {file}.", markup=False, soft_wrap=True)
+    console.print(f"The {what} is in {file}.{hint}", markup=False, soft_wrap=True)
+
+
+def _write_page(recording: JobRecording, file: Path) -> None:
+    from rollout_tools.report.page import render_page
+
+    page = render_page(recording)
+    _write(file, "report", lambda file: file.write_text(page, encoding="utf-8"))
 
 
 def write_page_of_run(directory: Path, file: Path) -> None:
@@ -119,7 +128,7 @@ def write_page_of_run(directory: Path, file: Path) -> None:
     recording = directory / RECORDING_FILE
     if not recording.is_file():
         exit_with_error(EXIT_STATE, "there is no report, because no rollout has ended")
-    write_page(_load(recording), file)
+    _write_page(_load(recording), file)
 
 
 def _read_job(
@@ -176,16 +185,6 @@ def _load(file: Path) -> JobRecording:
         exit_with_error(EXIT_STATE, str(error))
 
 
-def _write_recording(recording: JobRecording, file: Path) -> None:
-    from rollout_tools.report.recording import save_recording
-
-    try:
-        save_recording(recording, file)
-    except OSError as error:
-        exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
-    console.print(f"The recording is in {file}.", markup=False, soft_wrap=True)
-
-
 _STANDARD_OUTPUT = Path("-")
 
 
@@ -225,11 +224,7 @@ def bundle(
         sys.stdout.buffer.write(content)
         return
     target = output or Path(f"{_bundle_folder(subject.name)}.tar.gz")
-    try:
-        target.write_bytes(content)
-    except OSError as error:
-        exit_with_error(EXIT_STATE, f"cannot write {target}: {error.strerror}")
-    console.print(f"The bundle is in {target}. Its README.md says what it contains.", markup=False, soft_wrap=True)
+    _write(target, "bundle", lambda file: file.write_bytes(content), " Its README.md says what it contains.")
 
 
 def _bundle_folder(name: str) -> str:

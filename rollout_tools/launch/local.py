@@ -195,12 +195,18 @@ async def _run_on_ray(
             try:
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
                 notify(f"Ready after {time.monotonic() - started:.0f} s.")
-                work: Coroutine[Any, Any, JobReport | None] = (
-                    _serve(setup, services, server, notify)
-                    if dataset is None
-                    else _sample(setup, dataset, server, services, finished, options.baselines, watch)
-                )
-                limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
+
+                async def sample_or_serve() -> JobReport | None:
+                    if dataset is None:
+                        return await _serve(setup, services, server, notify)
+                    report = await run_dataset(
+                        setup, dataset, server, finished_before=finished, baselines=options.baselines, watch=watch
+                    )
+                    # The dataset has closed the job, which the coordinator has to record.
+                    await services.wait_ended(_CLOSE_TIMEOUT_S)
+                    return report
+
+                limited = _until_deadline(sample_or_serve(), job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
             finally:
                 # Before the processes that Ray has left behind are killed.
@@ -256,21 +262,6 @@ async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | No
         )
     finally:
         await cancel_and_wait(task)
-
-
-async def _sample(
-    setup: JobSetup,
-    dataset: Dataset,
-    server: redis.Redis,
-    services: JobServices,
-    finished: int,
-    baselines: Sequence[EpochMode],
-    watch: Callable[[DatasetTrainer], Awaitable[None]],
-) -> JobReport:
-    """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
-    report = await run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-    await services.wait_ended(_CLOSE_TIMEOUT_S)
-    return report
 
 
 async def _serve(
@@ -410,43 +401,35 @@ def saved_recording(
     *prompts* are token ids by problem, as far as they are known. *notify* receives a message for the user if the
     recording cannot be saved.
     """
+    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
+
+    def save() -> None:
+        reading = read_recording(
+            setup.redis_url,
+            setup.uid,
+            name=name,
+            history_url=setup.history_url,
+            tokenizer_of=lambda _: tokenizer,
+            prompts=prompts,
+        )
+        try:
+            # In an event loop of its own, because that of the job may be about to be cancelled again.
+            with ThreadPoolExecutor(1) as executor:
+                recording = executor.submit(asyncio.run, reading).result()
+            save_recording(recording, directory / RECORDING_FILE)
+        except NothingToReportError:
+            return
+        except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
+            is_expected = isinstance(error, redis.RedisError | RedisUnusableError | OSError)
+            logger.warning("Cannot record job %s", name, exc_info=not is_expected)
+            notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")
+
+    has_redis = True
     try:
         yield
     except redis.RedisError:
+        has_redis = False
         raise
-    except BaseException:
-        _save_recording(setup, directory, tokenizer, prompts, notify)
-        raise
-    _save_recording(setup, directory, tokenizer, prompts, notify)
-
-
-def _save_recording(
-    setup: JobSetup,
-    directory: Path,
-    tokenizer: Any,
-    prompts: Mapping[str, Sequence[int]],
-    notify: Callable[[str], None],
-) -> None:
-    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
-    reading = read_recording(
-        setup.redis_url,
-        setup.uid,
-        name=name,
-        history_url=setup.history_url,
-        tokenizer_of=lambda _: tokenizer,
-        prompts=prompts,
-    )
-    try:
-        # In an event loop of its own, because that of the job may be about to be cancelled again.
-        with ThreadPoolExecutor(1) as executor:
-            recording = executor.submit(asyncio.run, reading).result()
-        save_recording(recording, directory / RECORDING_FILE)
-    except NothingToReportError:
-        return
-    except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
-        logger.warning(
-            "Cannot record job %s",
-            name,
-            exc_info=not isinstance(error, redis.RedisError | RedisUnusableError | OSError),
-        )
-        notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")
+    finally:
+        if has_redis:
+            save()

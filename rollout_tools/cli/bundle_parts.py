@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import platform
@@ -13,7 +14,9 @@ import urllib.request
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -22,7 +25,7 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_api.bundle.archive import BundleArchive
-from rollout_api.bundle.redaction import is_secret_name, is_secret_value
+from rollout_api.bundle.redaction import Redactor, is_secret_name, is_secret_value
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.status import CoordinatorStatus
@@ -145,6 +148,11 @@ class Subject:
             return cls(_name(job, manifest, directory), None, str(error), directory, manifest, url, history)
         return cls(found.name, found, "", found.directory, manifest, found.redis_url, history)
 
+    @property
+    def folder(self) -> str:
+        """Name of the folder in the bundle."""
+        return f"bundle-{self.name.replace('/', '-')}"
+
     def manifest_document(self) -> dict[str, Any]:
         """Return the manifest.
 
@@ -181,7 +189,25 @@ class Subject:
             yield None if server is None else server.url
 
 
-def collect(archive: BundleArchive, subject: Subject, *, with_rollouts: bool) -> None:
+def pack_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
+    """Return the archive with all that is known about a job; prompts and responses only *with_rollouts*."""
+    file = io.BytesIO()
+    archive = BundleArchive(file, folder=subject.folder, redactor=Redactor(subject.secrets()))
+    _collect(archive, subject, with_rollouts=with_rollouts)
+    private = (
+        "Prompts and responses are included (`--with-rollouts`)."
+        if with_rollouts
+        else "There are no prompts and no responses, except for what programs of yours may have logged."
+    )
+    archive.close(
+        f"Bundle of job {subject.name}",
+        f"Collected by `rollout bundle` of das-rollout {version('das-rollout')} at {datetime.now(UTC):%F %T} UTC. "
+        f"Passwords, tokens and keys are replaced by `***`. {private}",
+    )
+    return file.getvalue()
+
+
+def _collect(archive: BundleArchive, subject: Subject, *, with_rollouts: bool) -> None:
     """Add all that is known about a job; prompts, responses and messages only *with_rollouts*."""
     archive.collect(*_MANIFEST, subject.manifest_document)
     if subject.job is not None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +31,6 @@ from rollout_tools.cli.job_address import (
 from rollout_tools.cli.output import exit_with_message
 
 if TYPE_CHECKING:
-    from rollout_tools.cli.bundle_parts import Subject
     from rollout_tools.report.recording import JobRecording
 
 app = typer.Typer()
@@ -215,38 +211,13 @@ def bundle(
     Passwords, tokens and keys are replaced by ***. What cannot be collected is named in the archive's README.md, with
     the reason.
     """
-    from rollout_tools.cli.bundle_parts import Subject
+    from rollout_tools.cli.bundle_parts import Subject, pack_bundle
 
     with exit_with_message(file, interrupted="no bundle was written"):
         subject = Subject.find(job, file=file, redis_url=redis, history_url=history_redis, uid=uid, state=state_dir)
-        content = _collect_bundle(subject, with_rollouts=with_rollouts)
+        content = pack_bundle(subject, with_rollouts=with_rollouts)
     if output == _STANDARD_OUTPUT:
         sys.stdout.buffer.write(content)
         return
-    target = output or Path(f"{_bundle_folder(subject.name)}.tar.gz")
+    target = output or Path(f"{subject.folder}.tar.gz")
     _write(target, "bundle", lambda file: file.write_bytes(content), " Its README.md says what it contains.")
-
-
-def _bundle_folder(name: str) -> str:
-    return f"bundle-{name.replace('/', '-')}"
-
-
-def _collect_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
-    from rollout_api.bundle.archive import BundleArchive
-    from rollout_api.bundle.redaction import Redactor
-    from rollout_tools.cli.bundle_parts import collect
-
-    file = io.BytesIO()
-    archive = BundleArchive(file, folder=_bundle_folder(subject.name), redactor=Redactor(subject.secrets()))
-    collect(archive, subject, with_rollouts=with_rollouts)
-    private = (
-        "Prompts and responses are included (`--with-rollouts`)."
-        if with_rollouts
-        else "There are no prompts and no responses, except for what programs of yours may have logged."
-    )
-    archive.close(
-        f"Bundle of job {subject.name}",
-        f"Collected by `rollout bundle` of das-rollout {version('das-rollout')} at {datetime.now(UTC):%F %T} UTC. "
-        f"Passwords, tokens and keys are replaced by `***`. {private}",
-    )
-    return file.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -75,15 +75,7 @@ def as_json(sections: Iterable[Section]) -> dict[str, Any]:
     return {
         "fit": not has_errors(sections),
         "findings": [
-            {
-                "section": section.title,
-                "check": finding.check,
-                "severity": str(finding.severity),
-                "seen": finding.seen,
-                "advice": finding.advice,
-            }
-            for section in sections
-            for finding in section.findings
+            {"section": section.title} | asdict(finding) for section in sections for finding in section.findings
         ],
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -141,24 +141,14 @@ class _Activity:
         return counts[index - 1].count if index else 0
 
 
-class EngineHistory(NamedTuple):
-    """One engine over time; all lists but the last two have an entry for each measurement of the engine."""
+@dataclass(frozen=True)
+class EngineHistory:
+    """One engine over time."""
 
-    times: list[float]
-    """Unix times."""
-    disabled: list[bool]
-    """Whether drafting was disabled."""
-    stops: list[float]
-    """How often drafting has been disabled so far."""
-    trial_tokens: list[float]
-    """Tokens of trials so far."""
-    base_ms: list[float]
-    """Constant part of a verification step, by the cost model, in milliseconds."""
-    token_ms: list[float]
-    """Time per verified token, by the cost model, in milliseconds."""
-    saved_times: list[float]
-    saved: list[float]
-    """Share of the decoding time that drafting has saved up to each of these times since the one before."""
+    measured: list[tuple[float, EngineMeasurement]] = field(default_factory=list)
+    """Unix times, and what was measured."""
+    saved: list[tuple[float, float]] = field(default_factory=list)
+    """Unix times, and the share of the decoding time that drafting has saved up to each since the one before."""
 
 
 _MAX_POINTS = 600
@@ -167,22 +157,15 @@ _MAX_POINTS = 600
 
 def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHistory]:
     """Return the decisions on each engine, by its name, at a limited number of times."""
-    histories: dict[str, EngineHistory] = {}
+    histories: defaultdict[str, EngineHistory] = defaultdict(EngineHistory)
     measurements = measurements[:: -(-len(measurements) // _MAX_POINTS) or 1]
     for measurement in measurements:
         for engine in measurement.engines:
-            history = histories.setdefault(engine.name, EngineHistory([], [], [], [], [], [], [], []))
-            history.times.append(measurement.time)
-            history.disabled.append(engine.drafting_disabled > 0)
-            history.stops.append(engine.drafting_stops)
-            history.trial_tokens.append(engine.trial_tokens)
-            history.base_ms.append(engine.cost_base_seconds * 1e3)
-            history.token_ms.append(engine.cost_token_seconds * 1e3)
+            histories[engine.name].measured.append((measurement.time, engine))
     for name, parts in timed_steps(measurements).items():
         for steps in parts:
-            histories[name].saved_times.append(steps.end)
-            without = steps.without_drafts
-            histories[name].saved.append(1 - steps.seconds / without if without > 0 else 0.0)
+            share = 1 - steps.seconds / steps.without_drafts if steps.without_drafts > 0 else 0.0
+            histories[name].saved.append((steps.end, share))
     return dict(sorted(histories.items()))
 
 
@@ -190,11 +173,13 @@ def disabled_spans(history: EngineHistory) -> list[tuple[float, float]]:
     """Return the times in which drafting was disabled, each up to the first measurement in which it was not."""
     spans: list[tuple[float, float]] = []
     begin: float | None = None
-    for time, disabled in zip(history.times, history.disabled, strict=True):
-        if not disabled and begin is not None:
+    for time, engine in history.measured:
+        if engine.drafting_disabled:
+            begin = time if begin is None else begin
+        elif begin is not None:
             spans.append((begin, time))
-        begin = (time if begin is None else begin) if disabled else None
-    return spans if begin is None else [*spans, (begin, history.times[-1])]
+            begin = None
+    return spans if begin is None else [*spans, (begin, history.measured[-1][0])]
 
 
 _MAX_LEGEND = 4
@@ -242,8 +227,8 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
     traces = [
         line(
             escaped(engine),
-            [(time - start) / scale for time in (history.times[0], *history.saved_times)],
-            [history.saved[0], *history.saved],
+            [(time - start) / scale for time in (history.measured[0][0], *(time for time, _ in history.saved))],
+            [share for _, share in (history.saved[0], *history.saved)],
             "%{y:.0%} saved on %{fullData.name}<extra></extra>",
             color=_color(index),
             width=1.5,
@@ -283,10 +268,12 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
 
 def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
     """How often drafting was disabled so far, and how many tokens were drafted in trials."""
-    series = {
-        engine: (history.times, ("stops", history.stops, ",", ""), ("trial tokens", history.trial_tokens, ",", ""))
-        for engine, history in histories.items()
-    }
+    series = {}
+    for name, history in histories.items():
+        times = [time for time, _ in history.measured]
+        stops = [one.drafting_stops for _, one in history.measured]
+        tokens = [one.trial_tokens for _, one in history.measured]
+        series[name] = (times, ("stops", stops, ",", ""), ("trial tokens", tokens, ",", ""))
     titles = ("stops so far", "trial tokens so far")
     return _two_lines_each(series, start, _duration(histories, start), titles, shape="hv")
 
@@ -294,13 +281,12 @@ def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go
 def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
     """The cost model of each engine: the constant part of a step, and the time per verified token."""
     series = {}
-    for engine, history in histories.items():
-        known = [index for index, base in enumerate(history.base_ms) if base > 0]
-        times, bases, tokens = (
-            [values[index] for index in known] for values in (history.times, history.base_ms, history.token_ms)
-        )
-        if known:
-            series[engine] = (times, ("step", bases, ".3f", " ms"), ("token", tokens, ".3f", " ms"))
+    for name, history in histories.items():
+        if known := [(time, one) for time, one in history.measured if one.cost_base_seconds > 0]:
+            steps = [one.cost_base_seconds * 1e3 for _, one in known]
+            tokens = [one.cost_token_seconds * 1e3 for _, one in known]
+            times = [time for time, _ in known]
+            series[name] = (times, ("step", steps, ".3f", " ms"), ("token", tokens, ".3f", " ms"))
     return _two_lines_each(series, start, _duration(histories, start), ("ms per step", "ms per token"))
 
 
@@ -349,7 +335,7 @@ def _two_lines_each(
 
 
 def _duration(histories: Mapping[str, EngineHistory], start: float) -> float:
-    return max((history.times[-1] - start for history in histories.values()), default=0.0)
+    return max((history.measured[-1][0] - start for history in histories.values()), default=0.0)
 
 
 def _color(index: int) -> str:

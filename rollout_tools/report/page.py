@@ -278,7 +278,11 @@ class ReportSections:
     def _engines(self) -> Iterator[Plot]:
         times = engine_times(self._recording.measurements, self._recording.ended)
         histories = engine_histories(self._recording.measurements)
-        drafting = {engine: history for engine, history in histories.items() if any(history.base_ms)}
+        drafting = {
+            engine: history
+            for engine, history in histories.items()
+            if any(one.cost_base_seconds for _, one in history.measured)
+        }
         if any(time.total for time in times.values()):
             yield _single(
                 "engine-time",

@@ -302,7 +302,9 @@ def test_the_governors_decisions_over_time() -> None:
     ]
     history = engine_histories(measured)["engine-0"]
     assert [(START + 1, START + 3), (START + 4, START + 4)] == disabled_spans(history)
-    assert ([4.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]) == (history.base_ms, history.stops)
+    assert [(0.004, stops) for stops in range(5)] == [
+        (engine.cost_base_seconds, engine.drafting_stops) for _, engine in history.measured
+    ]
 
 
 # The summary

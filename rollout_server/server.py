@@ -65,7 +65,7 @@ async def build_app(
 
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
-    from rollout_server.trainer_api import SkyrlApi, TrainerApi
+    from rollout_server.trainer_api import TrainerApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:
@@ -100,7 +100,7 @@ async def build_app(
     await init_app_state(engine, app.state, args, tasks)
     app.state.request_client = client
     sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
-    for api in (sglang, trainers, SkyrlApi(trainers)):
+    for api in (sglang, trainers):
         app.include_router(api.router())
 
     async def server_info() -> Mapping[str, Any]:

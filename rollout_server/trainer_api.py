@@ -38,6 +38,12 @@ PUBLISH_TIMEOUT_S = 600.0
 """Seconds that the engines have to load weights."""
 
 
+_ADVICE_FOR_SKYRL = (
+    "a job receives neither changes of weights nor adapters from a trainer's memory; load adapters from a directory "
+    "(POST /v1/load_lora_adapter), or send all weights (weight_sync_backend: nccl)"
+)
+
+
 class UpdateWeightsRequest(BaseModel):
     """The body of ``/update_weights``."""
 
@@ -62,6 +68,14 @@ class UnloadAdapterRequest(BaseModel):
 
     lora_name: str
     lora_int_id: int | None = None
+
+
+class LoadSkyrlAdapterRequest(BaseModel):
+    """The body of ``/skyrl/v1/load_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = ""
+    in_memory: bool = Field(default=False, description="The adapter was sent with the trainer's process group.")
 
 
 class TrainerApi:
@@ -89,6 +103,10 @@ class TrainerApi:
         router.add_api_route("/finish_weight_update", self.finish_weight_update, methods=["POST"])
         router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
+        router.add_api_route("/skyrl/v1/load_lora_adapter", self.load_skyrl_adapter, methods=["POST"])
+        router.add_api_route("/fetch_weights", self.refuse_skyrl, methods=["POST"])
+        for path in ("/reset_prefix_cache", "/finish_session"):
+            router.add_api_route(path, self.do_nothing, methods=["POST"])
         return router
 
     def server_info(self) -> Mapping[str, Any]:
@@ -231,6 +249,22 @@ class TrainerApi:
             )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    async def load_skyrl_adapter(self, body: LoadSkyrlAdapterRequest) -> Response:
+        """Publish an adapter as the next weight version; an adapter that has its name loses it."""
+        if body.in_memory or not body.lora_path:
+            await self.refuse_skyrl()
+        return await self.load_adapter(
+            LoadAdapterRequest(lora_name=body.lora_name, lora_path=body.lora_path, load_inplace=True)
+        )
+
+    async def refuse_skyrl(self) -> None:
+        """Say to SkyRL how weights can be published instead."""
+        raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.NOT_IMPLEMENTED)
+
+    async def do_nothing(self) -> dict[str, str]:
+        """Answer that it is done: engines clear their caches when they load weights, and the job has no sessions."""
+        return {"status": "ok"}
+
 
 class _NamedAdapterResolver(LoRAResolver):
     """Finds adapters that were loaded through any server of the job."""
@@ -245,49 +279,3 @@ class _NamedAdapterResolver(LoRAResolver):
         if adapter is None:
             return None
         return LoRARequest(lora_name, adapter.weight_version, adapter.path, base_model_name=base_model_name)
-
-
-_ADVICE_FOR_SKYRL = (
-    "a job receives neither changes of weights nor adapters from a trainer's memory; load adapters from a directory "
-    "(POST /v1/load_lora_adapter), or send all weights (weight_sync_backend: nccl)"
-)
-
-
-class LoadSkyrlAdapterRequest(BaseModel):
-    """The body of ``/skyrl/v1/load_lora_adapter``."""
-
-    lora_name: str = Field(min_length=1, max_length=256)
-    lora_path: str = ""
-    in_memory: bool = Field(default=False, description="The adapter was sent with the trainer's process group.")
-
-
-class SkyrlApi:
-    """The endpoints of SkyRL for one job."""
-
-    def __init__(self, trainers: TrainerApi) -> None:
-        self._trainers = trainers
-
-    def router(self) -> APIRouter:
-        """Return the endpoints."""
-        router = APIRouter()
-        router.add_api_route("/skyrl/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
-        router.add_api_route("/fetch_weights", self.refuse, methods=["POST"])
-        for path in ("reset_prefix_cache", "finish_session"):
-            router.add_api_route(f"/{path}", self.do_nothing, methods=["POST"])
-        return router
-
-    async def load_adapter(self, body: LoadSkyrlAdapterRequest) -> Response:
-        """Publish an adapter as the next weight version; an adapter that has its name loses it."""
-        if body.in_memory or not body.lora_path:
-            await self.refuse()
-        return await self._trainers.load_adapter(
-            LoadAdapterRequest(lora_name=body.lora_name, lora_path=body.lora_path, load_inplace=True)
-        )
-
-    async def refuse(self) -> None:
-        """Say how weights can be published instead."""
-        raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.NOT_IMPLEMENTED)
-
-    async def do_nothing(self) -> dict[str, str]:
-        """Answer that it is done: engines clear their caches when they load weights, and the job has no sessions."""
-        return {"status": "ok"}

@@ -314,9 +314,10 @@ def _prompt_tokens(request: EngineCoreRequest) -> list[int]:
     Raises:
         VLLMValidationError: it does not consist of tokens alone.
     """
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+    tokens: list[int] | None = request.prompt_token_ids
+    if tokens is None or request.prompt_embeds is not None or request.mm_features:
         raise VLLMValidationError("engines of a rollout job generate text from tokens only")
-    return request.prompt_token_ids
+    return tokens
 
 
 def prepare_request(

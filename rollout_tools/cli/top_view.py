@@ -18,7 +18,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
-from rollout_tools.cli.job_status import duration, engine_state, problems
+from rollout_tools.cli.job_status import duration, engine_state, engines_with_newest_weights, problems, unread_results
 from rollout_tools.cli.top import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -44,7 +44,7 @@ def header(job: LiveJob, now: float) -> RenderableType:
         _fact("requests", f"{status['requests']:,} open"),
         _fact("drafts", f"{status['accepted_per_step']:.2f} accepted per step"),
         _fact("saved", _saved(job)),
-        _fact("weights", f"version {status['weight_version']}, {_served(status)}"),
+        _fact("weights", f"version {status['weight_version']}, on {engines_with_newest_weights(status)}"),
         _fact("staleness", _staleness(job, now)),
     ]
     parts: list[RenderableType] = [_title(status)]
@@ -52,11 +52,8 @@ def header(job: LiveJob, now: float) -> RenderableType:
         filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
     parts.append(Columns(facts, padding=(0, 3)))
-    unread = {client: size for client, size in status["unread_bytes"].items() if size}
-    if unread:
-        parts.append(
-            _fact("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
-        )
+    if unread := unread_results(status):
+        parts.append(_fact("unread", unread))
     parts += [Text(f"! {problem.what}. {problem.remedy}", "yellow") for problem in problems(status)]
     return Group(*parts)
 
@@ -229,11 +226,6 @@ def _saved(job: LiveJob) -> str:
     if saved < 0:
         return f"nothing; decoding takes {-saved:.0%} longer ({seconds})"
     return f"{saved:.0%} of the decoding time ({seconds})"
-
-
-def _served(status: CoordinatorStatus) -> str:
-    served = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
-    return f"on {served} of {len(status['engines'])} engines"
 
 
 def _staleness(job: LiveJob, now: float) -> str:

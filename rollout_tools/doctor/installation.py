@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP, PLURAL, VERSION
 from rollout_tools.doctor.crd_digests import CRD_DIGESTS
-from rollout_tools.doctor.findings import Finding, error, ok, warning
+from rollout_tools.doctor.findings import Finding, error, error_if, ok, warning
 
 MIN_KUBERNETES = (1, 29)
 """The chart's ``kubeVersion``: the rules of the CRDs compare quantities, which CEL can do since then."""
@@ -40,12 +40,13 @@ def _normalized(value: Any) -> Any:
 
 def check_version(version: Mapping[str, Any]) -> Finding:
     """Check the response of ``/version``."""
-    seen = str(version.get("gitVersion", "?"))
     numbers = tuple(int(re.sub(r"\D", "", str(version.get(part, "0"))) or 0) for part in ("major", "minor"))
-    if numbers < MIN_KUBERNETES:
-        needed = ".".join(map(str, MIN_KUBERNETES))
-        return error("Kubernetes", seen, f"the CRDs need Kubernetes {needed} or newer; upgrade the cluster")
-    return ok("Kubernetes", seen)
+    return error_if(
+        numbers < MIN_KUBERNETES,
+        "Kubernetes",
+        str(version.get("gitVersion", "?")),
+        f"the CRDs need Kubernetes {'.'.join(map(str, MIN_KUBERNETES))} or newer; upgrade the cluster",
+    )
 
 
 def check_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
@@ -154,9 +155,7 @@ def check_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Fi
         return error("leader", f"nobody holds the Lease {name}", advice)
     age = now - datetime.fromisoformat(spec["renewTime"])
     seen = f"{spec['holderIdentity']} has renewed the Lease {name} {max(0, age.total_seconds()):.0f} s ago"
-    if age > timedelta(seconds=spec.get("leaseDurationSeconds", 0)):
-        return error("leader", seen, advice)
-    return ok("leader", seen)
+    return error_if(age > timedelta(seconds=spec.get("leaseDurationSeconds", 0)), "leader", seen, advice)
 
 
 def check_admission_policy(policies: Sequence[Mapping[str, Any]]) -> Finding:

@@ -48,12 +48,16 @@ _DO_NOT_DISRUPT = {
 """Annotations by which autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
 _GPU_CLAIM = "gpus"
 """Name, within a worker pod, of the ResourceClaim that gives it its GPUs."""
-_READINESS_PROBE = {
-    "httpGet": {"path": "/readyz", "port": "http"},
-    "periodSeconds": 5,
-    "timeoutSeconds": 3,
-    "failureThreshold": 3,
+_SERVES_STATUS = {
+    "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
+    "readinessProbe": {
+        "httpGet": {"path": "/readyz", "port": "http"},
+        "periodSeconds": 5,
+        "timeoutSeconds": 3,
+        "failureThreshold": 3,
+    },
 }
+"""Fields of the containers of a head and a worker."""
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
@@ -76,8 +80,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
             f"--uid={context.uid}",
             f"--http-port={names.HTTP_PORT}",
         ],
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _READINESS_PROBE,
+        **_SERVES_STATUS,
         "resources": _resources(head.resources) or {"requests": _head_requests(context.job)},
     }
     pod = _pod(
@@ -125,8 +128,7 @@ def worker_pod(
             *([f"--group={names.worker(context.name, slot)}"] if context.pods_per_worker > 1 else []),
             *([f"--rank={rank}"] if rank else []),
         ],
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _READINESS_PROBE,
+        **_SERVES_STATUS,
         "resources": _worker_resources(workers),
     }
     tolerations = [*workers.tolerations, *_gpu_tolerations(workers)]

@@ -174,11 +174,11 @@ class Subject:
             for name, value in os.environ.items()
             if is_secret_name(name, in_object=True) and is_secret_value(name, value)
         }
-        for url in filter(None, [self.redis_url, self.history_url, *self._recorded_urls()]):
+        for url in filter(None, [self.redis_url, self.history_url, *self._known_urls()]):
             found |= set(_passwords(url))
         return found
 
-    def _recorded_urls(self) -> Iterator[str | None]:
+    def _known_urls(self) -> Iterator[str | None]:
         """Yield the URLs of Redis in the manifest and in the state directory, as far as they can be read."""
         with contextlib.suppress(LookupError, StateError):
             spec = self.manifest_document()["spec"]

@@ -78,7 +78,7 @@ def test_rollouts_belong_to_the_step_of_their_request_or_to_the_version_with_whi
 def test_the_figures_of_a_step() -> None:
     rollouts = [ended(), ended(sample=1, finish_reason="length", tokens=30, finished_at=START + 8)]
     [step] = steps_of(recording(rollouts))
-    assert (8.0, 40, 5.0, 0.5) == (step.makespan, step.tokens, step.tokens_per_second, step.cut_off_share)
+    assert (8.0, 40, 5.0) == (step.makespan, step.tokens, step.tokens_per_second)
     assert 1.0 == step.accepted_per_step
 
 

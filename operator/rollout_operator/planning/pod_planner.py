@@ -96,7 +96,7 @@ class PodPlanner:
     observed: Observed
     context: JobContext
     builder: PlanBuilder
-    recorded_failures: set[str]
+    listed_failures: set[str]
     """Uids of failed pods that the status already lists. Other failed pods must be recorded before they are deleted."""
     backoff: float
     """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
@@ -251,10 +251,10 @@ class PodPlanner:
                 delete_pods(self.builder, [pod], self.observed)
                 terminating.append(pod)
                 self.builder.requeue(STATUS_PERIOD_S)
-            elif not pod.terminated and pod.uid not in self.recorded_failures:
+            elif not pod.terminated and pod.uid not in self.listed_failures:
                 live.append(pod)
             else:
-                if pod.phase == "Succeeded" or pod.uid in self.recorded_failures:
+                if pod.phase == "Succeeded" or pod.uid in self.listed_failures:
                     self.builder.actions.append(DeletePod(pod.name, pod.uid))
                 terminating.append(pod)
         return live, terminating

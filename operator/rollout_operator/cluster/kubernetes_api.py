@@ -198,8 +198,12 @@ class KubernetesApi:
     async def metadata(self, reference: Manifest) -> dict[str, Any] | None:
         """Return the metadata of an object as :meth:`get` does, without its content; None if it does not exist."""
         self._count("get", reference["kind"])
+        return await self._find(_path(reference, reference["metadata"]["name"]), accept=_METADATA)
+
+    async def _find(self, path: str, **settings: Any) -> dict[str, Any] | None:
+        """Return what is at a path; None if there is nothing. The settings are those of :meth:`request`."""
         try:
-            return await self.request("GET", _path(reference, reference["metadata"]["name"]), accept=_METADATA)
+            return await self.request("GET", path, **settings)
         except ApiError as error:
             if error.not_found:
                 return None
@@ -315,20 +319,17 @@ class KubernetesApi:
         The list contains the jobs' metadata only.
         """
         self._count("list", KIND)
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        found = await self.request("GET", f"/apis/{API_VERSION}{scope}/{PLURAL}", accept=_METADATA_LIST)
+        found = await self.request("GET", _collection(ROLLOUT_JOBS, namespace), accept=_METADATA_LIST)
         return {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found["items"]}
 
     async def is_node_lost(self, name: str) -> bool:
         """Return whether a node does not exist or is not ready. A node that must not be read is assumed to be ready."""
         self._count("get", "Node")
         try:
-            node = await self.request("GET", f"/api/v1/nodes/{name}")
+            node = await self._find(f"/api/v1/nodes/{name}") or {}
         except ApiError as error:
             if error.status == _FORBIDDEN:
                 return False
-            if error.not_found:
-                return True
             raise
         conditions = node.get("status", {}).get("conditions") or ()
         return not any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
@@ -336,24 +337,13 @@ class KubernetesApi:
     async def serves(self, api_version: str, plural: str) -> bool:
         """Return whether the API server serves a resource."""
         root = "/api" if "/" not in api_version else "/apis"
-        try:
-            resources = await self.request("GET", f"{root}/{api_version}")
-        except ApiError as error:
-            if error.not_found:
-                return False
-            raise
-        return any(resource["name"] == plural for resource in resources.get("resources", ()))
+        found = await self._find(f"{root}/{api_version}") or {}
+        return any(resource["name"] == plural for resource in found.get("resources", ()))
 
     async def preferred_version(self, group: str) -> str | None:
         """Return the preferred API version of a group, or None if the API server does not serve the group."""
-        try:
-            found = await self.request("GET", f"/apis/{group}")
-        except ApiError as error:
-            if error.not_found:
-                return None
-            raise
-        version: str = found["preferredVersion"]["groupVersion"]
-        return version
+        found = await self._find(f"/apis/{group}")
+        return None if found is None else str(found["preferredVersion"]["groupVersion"])
 
     async def version(self) -> tuple[int, int]:
         """Return the major and the minor version of the API server."""

@@ -205,7 +205,7 @@ def _has_condition(job: Manifest, kind: ConditionType) -> bool:
     return is_true(conditions, kind)
 
 
-_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+_STATUS_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _MAX_RESPONSE_BYTES = 8 << 20
 _MAX_WAIT_S = 0.2
 """How long a reconcile waits for a head's answer."""
@@ -290,7 +290,9 @@ class HeadStatusReader:
     async def _fetch(self, ip: str) -> HeadStatus | None:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector, headers=self._token.headers())
+            self._session = aiohttp.ClientSession(
+                timeout=_STATUS_TIMEOUT, connector=connector, headers=self._token.headers()
+            )
         host = f"[{ip}]" if ":" in ip else ip
         try:
             async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status", allow_redirects=False) as response:

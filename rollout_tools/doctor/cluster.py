@@ -221,22 +221,19 @@ def _account(api: ClusterApi, deployment: Mapping[str, Any], namespace: str) -> 
     """Ask what the ServiceAccount of an operator may do in the namespace of jobs."""
     account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
     user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
-
-    accesses = list(operator_accesses())
-    specs = [{"user": user, "resourceAttributes": access.attributes(namespace)} for access in accesses]
-    return check_operator_account(user, _denied(accesses, api.review("SubjectAccessReview", specs)), namespace)
+    denied = _denied(api, list(operator_accesses()), namespace, user=user)
+    return check_operator_account(user, denied, namespace)
 
 
-def _denied(accesses: Sequence[Access], allowed: Sequence[bool]) -> list[Access]:
-    return [access for access, is_allowed in zip(accesses, allowed, strict=True) if not is_allowed]
+def _denied(api: ClusterApi, accesses: Sequence[Access], namespace: str, *, user: str = "") -> list[Access]:
+    """Return what a user may not do in a namespace; without a name, what the current user may not do."""
+    kind, of_user = ("SubjectAccessReview", {"user": user}) if user else ("SelfSubjectAccessReview", {})
+    specs = [{**of_user, "resourceAttributes": access.attributes(namespace)} for access in accesses]
+    return [access for access, is_allowed in zip(accesses, api.review(kind, specs), strict=True) if not is_allowed]
 
 
 def _access(api: ClusterApi, namespace: str) -> list[Finding]:
-    def check() -> Finding:
-        specs = [{"resourceAttributes": access.attributes(namespace)} for access in USER_ACCESSES]
-        return check_user(_denied(USER_ACCESSES, api.review("SelfSubjectAccessReview", specs)), namespace)
-
-    return _examined("your permissions", check)
+    return _examined("your permissions", lambda: check_user(_denied(api, USER_ACCESSES, namespace), namespace))
 
 
 def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[Finding]:

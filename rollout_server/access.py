@@ -12,9 +12,8 @@ from pathlib import Path
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from rollout_server.error_response import error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths that need no token, because kubelets and load balancers read them."""
@@ -231,3 +230,9 @@ async def _refuse(status: HTTPStatus, message: str, scope: Scope, receive: Recei
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     await response(scope, receive, send)
+
+
+def error_response(status: HTTPStatus, message: str, parameter: str | None = None) -> JSONResponse:
+    """Return an error."""
+    error = {"message": message, "type": status.phrase, "param": parameter, "code": int(status)}
+    return JSONResponse({"error": error}, status_code=status)

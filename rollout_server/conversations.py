@@ -67,9 +67,7 @@ class ConversationText:
     def boundaries(self, token_ids: Sequence[int], after: Boundary | None = None) -> list[Boundary]:
         """Return the ends of messages, the latest one last.
 
-        Args:
-            token_ids: the tokens.
-            after: an end of a message in them; only later ones are returned.
+        If an end of a message in the tokens is given by *after*, only later ones are returned.
         """
         found: list[Boundary] = []
         digest, start = (b"", 0) if after is None else (bytes.fromhex(after.record_id), after.end)
@@ -87,10 +85,7 @@ def continue_conversation(
 ) -> Continuation | None:
     """Return the prompt with the tokens that were sampled; None if it continues no known conversation.
 
-    Args:
-        token_ids: tokens of the prompt.
-        boundaries: the ends of messages in it.
-        records: the turns that are known, by id.
+    *boundaries* are the ends of messages in the prompt, and *records* the turns that are known, by id.
     """
     for boundary in reversed(boundaries):
         if (known := _known_tokens(boundary.record_id, records)) is not None:
@@ -118,13 +113,7 @@ def _known_tokens(record_id: str, records: Mapping[str, TurnRecord]) -> list[int
 
 
 class Conversations:
-    """The conversations of a job, which all its servers share.
-
-    Args:
-        client: connection to the job.
-        tokenizer: the model's tokenizer.
-        end_tokens: tokens with which the model ends a response.
-    """
+    """The conversations of a job, which all its servers share."""
 
     def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:
         self._client = client
@@ -159,13 +148,6 @@ class Conversations:
         turn: int,
     ) -> None:
         """Record the responses to a prompt, except for those that were cut off or ended by a stop string.
-
-        Args:
-            prompt: tokens of the prompt.
-            rollouts: the responses.
-            continuation: what was known of the conversation.
-            trajectory_id: id of the conversation.
-            turn: number of the turn.
 
         Raises:
             RedisUnreachableError: Redis was unreachable for too long.

@@ -33,11 +33,11 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
+from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout
-from rollout_server.access import LimitError, current_model_tokens
+from rollout_server.access import LimitError, current_model_tokens, error_response
 from rollout_server.conversations import Continuation, Conversations
 from rollout_server.engine_outputs import ResponseOutputs
-from rollout_server.error_response import error_response
 from rollout_server.request_context import (
     REQUEST_IDS_HEADER,
     TURN_HEADER,
@@ -46,7 +46,6 @@ from rollout_server.request_context import (
     RolloutFields,
     current_context,
 )
-from rollout_server.sampling import UnsupportedSamplingError, sampling_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +78,7 @@ _adding: ContextVar[Group] = ContextVar("group")
 
 
 class JobEngineCore:
-    """Takes the place of the client of vLLM's engine core, and has a job sample the responses.
-
-    Args:
-        client: connection to the job.
-        output_processor: receives the errors of requests.
-        conversations: records the responses to messages.
-    """
+    """Takes the place of the client of vLLM's engine core, and has a job sample the responses."""
 
     engine_ranks_managed = (0,)
 
@@ -187,28 +180,25 @@ class JobEngineCore:
         request_id = context.next_request_id()
         try:
             fields = RolloutFields.parse(context.headers, group.params.extra_args or {})
-            sampling = sampling_overrides(group.params)
-        except (ContextError, UnsupportedSamplingError) as error:
+        except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
+        sampling = _sampling_overrides(group.params)
         client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
         identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list()])
         fields = self._with_conversation(fields, group, context, request_id)
-        prompt = _prompt(group.requests[0], sampling, fields)
-        try:
-            prepared = self._client.prepare(
-                prompt,
-                request_id=request_id,
-                # What is known of a conversation may change until a call is repeated.
-                identity=identity if request_id else None,
-                step=fields.step,
-                trajectory_id=fields.trajectory_id,
-                turn=fields.turn or 0,
-                stream=group.is_streamed,
-                traceparent=context.traceparent,
-            )
-            current_model_tokens().add(prepared.max_tokens)
-        except (RolloutClientError, LimitError) as error:
-            raise http_error(error) from None
+        # vLLM processes requests with lower values first.
+        fields = replace(fields, priority=fields.priority - group.requests[0].priority)
+        prepared = prepare_request(
+            self._client,
+            _prompt_tokens(group.requests[0]),
+            sampling,
+            fields,
+            context,
+            request_id=request_id,
+            # What is known of a conversation may change until a call is repeated.
+            identity=identity if request_id else None,
+            stream=group.is_streamed,
+        )
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
         if context.has_messages:
@@ -318,21 +308,115 @@ def _refusal(error: VLLMError) -> JSONResponse:
     return error_response(status, getattr(error, "message", str(error)), getattr(error, "parameter", None))
 
 
-def _prompt(request: EngineCoreRequest, sampling: dict[str, Any], fields: RolloutFields) -> Prompt:
-    """Return the prompt of a request.
+def _prompt_tokens(request: EngineCoreRequest) -> list[int]:
+    """Return the tokens of a prompt.
 
     Raises:
         VLLMValidationError: it does not consist of tokens alone.
     """
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+    tokens: list[int] | None = request.prompt_token_ids
+    if tokens is None or request.prompt_embeds is not None or request.mm_features:
         raise VLLMValidationError("engines of a rollout job generate text from tokens only")
-    return Prompt(
-        token_ids=request.prompt_token_ids,
+    return tokens
+
+
+def prepare_request(
+    client: RequestClient,
+    token_ids: Sequence[int],
+    sampling: dict[str, Any],
+    fields: RolloutFields,
+    context: RequestContext,
+    *,
+    request_id: str,
+    identity: bytes | None = None,
+    stream: bool,
+) -> PreparedRequest:
+    """Return the request of a prompt to the job, and count its tokens.
+
+    Raises:
+        VLLMError: the job cannot serve it, or its caller would exceed a limit.
+    """
+    prompt = Prompt(
+        token_ids=token_ids,
         problem_id=fields.problem_id,
         sampling=sampling,
         purpose=fields.purpose,
-        # vLLM processes requests with lower values first.
-        priority=fields.priority - request.priority,
+        priority=fields.priority,
         deadline_seconds=fields.deadline_seconds,
         weight_version=fields.weight_version,
     )
+    try:
+        prepared = client.prepare(
+            prompt,
+            request_id=request_id,
+            identity=identity,
+            step=fields.step,
+            trajectory_id=fields.trajectory_id,
+            turn=fields.turn or 0,
+            stream=stream,
+            traceparent=context.traceparent,
+        )
+        current_model_tokens().add(prepared.max_tokens)
+    except (RolloutClientError, LimitError) as error:
+        raise http_error(error) from None
+    return prepared
+
+
+_UNSUPPORTED = {
+    "prompt_logprob_token_ids": "prompt_logprob_token_ids",
+    "logprob_token_ids": "logprob_token_ids",
+    "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
+    "bad_words": "bad_words",
+    "repetition_detection": "repetition_detection",
+    "thinking_token_budget": "thinking_token_budget",
+}
+"""Parameters that engines of a job do not apply, and how errors call them. They must have vLLM's defaults."""
+
+
+_SAME_SETTINGS = (
+    *("n", "temperature", "top_p", "min_p", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Settings that have the same names and values in vLLM and in a request to a job."""
+
+
+def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
+    """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
+
+    All settings but the seed are explicit, because the job's defaults have been applied before.
+
+    Raises:
+        VLLMValidationError: a parameter cannot be applied.
+    """
+    defaults = SamplingParams()
+    for name in _UNSUPPORTED:
+        if getattr(params, name, None) != getattr(defaults, name, None):
+            message = f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
+            raise VLLMValidationError(message, parameter=name)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise VLLMValidationError(
+                f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
+                parameter=name,
+            )
+    overrides: dict[str, Any] = {name: getattr(params, name) for name in _SAME_SETTINGS} | {
+        "top_k": max(0, params.top_k),
+        "stop": list(params.stop or ()),
+        "stop_token_ids": list(params.stop_token_ids or ()),
+        "allowed_token_ids": list(params.allowed_token_ids or ()),
+        "logit_bias": dict(params.logit_bias or {}),
+        "logprobs": params.logprobs is not None,
+    }
+    if params.seed is not None:
+        # Without a seed of its own, a request has the job's. Seeds of a job have 31 bits.
+        overrides["seed"] = params.seed % 2**31
+    if params.logprobs:
+        overrides["top_logprobs"] = params.logprobs
+    if params.prompt_logprobs is not None:
+        overrides["prompt_logprobs"] = True
+    if params.prompt_logprobs:
+        overrides["top_prompt_logprobs"] = params.prompt_logprobs
+    if params.ignore_eos:
+        overrides["ignore_eos"] = True
+    return overrides

@@ -26,11 +26,7 @@ _ENDS = {
 
 
 class ResponseOutputs:
-    """The outputs from which vLLM's server builds one response.
-
-    Args:
-        request: the request of vLLM's server for this response.
-    """
+    """The outputs from which vLLM's server builds one response."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         params = request.params

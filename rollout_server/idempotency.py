@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_api.client.request_client import DEFAULT_KEEP_SECONDS, RequestClient
 from rollout_api.client.server_records import IdempotencyKeys
 from rollout_api.errors import RolloutClientError
-from rollout_server.error_response import error_response
+from rollout_server.access import error_response
 from rollout_server.request_context import IDEMPOTENCY_HEADER, current_context
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,7 @@ _UPDATE_TIMEOUT_S = 2.0
 def fingerprint(target: str, headers: dict[str, str], body: bytes) -> bytes:
     """Return a hash of what must be equal for a request to be a repetition of another one.
 
-    Args:
-        target: path and query.
-        headers: the headers that describe the rollouts.
-        body: the body; if it is a JSON object, the order of its fields and how the response arrives do not matter.
+    If the body is a JSON object, the order of its fields and how the response arrives do not matter.
     """
     try:
         fields = json.loads(body)
@@ -49,11 +46,8 @@ class IdempotencyMiddleware:
     """ASGI middleware that answers requests whose ``Idempotency-Key`` belongs to another request with an error.
 
     A key belongs to a request as long as the job keeps its rollouts. If no rollout is sampled because the request is
-    invalid, it does not get the key.
-
-    Args:
-        app: the application. :class:`~rollout_server.request_context.RequestContextMiddleware` must be outside of it.
-        client: connection to the job.
+    invalid, it does not get the key. :class:`~rollout_server.request_context.RequestContextMiddleware` must be outside
+    of it.
     """
 
     def __init__(self, app: ASGIApp, client: RequestClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,10 +25,6 @@ class JobEngine(AsyncLLM):
     """vLLM's engine client, whose engine core is a rollout job.
 
     It differs from its base class in its construction, and in what it does to a request before it passes it on.
-
-    Args:
-        vllm_config: configuration of the model.
-        client: connection to the job.
     """
 
     def __init__(self, vllm_config: VllmConfig, client: RequestClient) -> None:
@@ -95,10 +92,9 @@ class JobEngine(AsyncLLM):
             if not getattr(params, name):
                 setattr(params, name, defaults[name])
         params.ignore_eos = params.ignore_eos or defaults["ignore_eos"]
-        if not params.allowed_token_ids and defaults["allowed_token_ids"]:
-            params.allowed_token_ids = list(defaults["allowed_token_ids"])
-        if not params.logit_bias and defaults["logit_bias"]:
-            params.logit_bias = dict(defaults["logit_bias"])
+        for name in ("allowed_token_ids", "logit_bias"):
+            if not getattr(params, name) and defaults[name]:
+                setattr(params, name, copy(defaults[name]))
         if not params.stop and defaults["stop"]:
             params.stop = list(defaults["stop"])
             if not params.include_stop_str_in_output:

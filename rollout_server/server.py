@@ -65,7 +65,6 @@ async def build_app(
 
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
-    from rollout_server.skyrl_api import SkyrlApi
     from rollout_server.trainer_api import TrainerApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
@@ -101,7 +100,7 @@ async def build_app(
     await init_app_state(engine, app.state, args, tasks)
     app.state.request_client = client
     sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
-    for api in (sglang, trainers, SkyrlApi(trainers)):
+    for api in (sglang, trainers):
         app.include_router(api.router())
 
     async def server_info() -> Mapping[str, Any]:
@@ -168,12 +167,8 @@ def _arguments(client: RequestClient, model: Path, names: Sequence[str], engine_
 async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str, port: int, **settings: Any) -> None:
     """Serve until the process is told to end; running requests may then finish.
 
-    Args:
-        app: the application.
-        access: adds middleware that decides who may use the server.
-        host: address to listen on.
-        port: port to listen on; 0 for any free one.
-        settings: further settings of uvicorn.
+    *access* adds middleware that decides who may use the server. The port 0 stands for any free one, and *settings* are
+    further ones of uvicorn.
     """
     config = uvicorn.Config(
         access(as_asgi(app)),

@@ -22,12 +22,10 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from rollout_api.arrays import flatten_kept_tokens, routed_experts_array
-from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
-from rollout_server.access import LimitError, current_model_tokens
-from rollout_server.engine_core import http_error, http_errors
+from rollout_server.engine_core import http_error, http_errors, prepare_request
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
@@ -38,6 +36,13 @@ _ENDS = {
     FinishReason.CANCELLED: "abort",
 }
 """Finish reason of a rollout → SGLang's name for it."""
+
+
+_SAME_SETTINGS = {
+    *("temperature", "top_p", "min_p", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""Settings that have the same names and values in SGLang and in a request to a job."""
 
 
 def _as_list(value: Any) -> Any:
@@ -77,19 +82,12 @@ class SamplingFields(BaseModel):
 
     def overrides(self) -> dict[str, Any]:
         """Return the settings that the request has, as fields of :class:`rollout_api.Sampling`."""
-        settings = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        settings = self.model_dump(include=_SAME_SETTINGS) | {
             "top_k": None if self.top_k is None else max(0, self.top_k),
-            "min_p": self.min_p,
             "max_tokens": self.max_new_tokens,
             "min_tokens": self.min_new_tokens,
             "stop": self.stop or None,
             "stop_token_ids": self.stop_token_ids or None,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "ignore_eos": self.ignore_eos,
             "seed": None if self.sampling_seed is None else self.sampling_seed % 2**31,
             "kept_tokens": self.custom_params.return_top_p_token_ids or None,
         }
@@ -139,10 +137,7 @@ class _Running:
 class SglangApi:
     """The endpoints for one job.
 
-    Args:
-        client: connection to the job.
-        tokenizer: tokenizer of the model.
-        end_tokens: tokens with which the model ends a response.
+    *end_tokens* are the tokens with which the model ends a response.
     """
 
     def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:
@@ -233,36 +228,20 @@ class SglangApi:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
-        prompt = Prompt(
-            token_ids=prompt_tokens,
-            problem_id=fields.problem_id,
-            sampling={
-                **body.sampling_params.overrides(),
-                "n": 1,
-                "logprobs": body.return_logprob,
-                "routed_experts": body.return_routed_experts,
-            },
-            purpose=fields.purpose,
-            priority=fields.priority,
-            deadline_seconds=fields.deadline_seconds,
-            weight_version=fields.weight_version,
-        )
+        sampling = body.sampling_params.overrides() | {
+            "n": 1,
+            "logprobs": body.return_logprob,
+            "routed_experts": body.return_routed_experts,
+        }
         key = context.next_request_id()
         request_id = body.rid or uuid.uuid4().hex
         if request_id in self._running:
             raise VLLMValidationError(f"rid: a request {request_id!r} is running; use another rid", parameter="rid")
         running = self._running[request_id] = _Running()
         try:
-            prepared = self._client.prepare(
-                prompt,
-                request_id=key,
-                step=fields.step,
-                trajectory_id=fields.trajectory_id,
-                turn=fields.turn or 0,
-                stream=True,
-                traceparent=context.traceparent,
+            prepared = prepare_request(
+                self._client, prompt_tokens, sampling, fields, context, request_id=key, stream=True
             )
-            current_model_tokens().add(prepared.max_tokens)
             receiving = asyncio.ensure_future(
                 self._client.receive(
                     prepared,
@@ -272,7 +251,7 @@ class SglangApi:
                 )
             )
             rollout = await _unless_aborted(receiving, running)
-        except (RolloutClientError, LimitError) as error:
+        except RolloutClientError as error:
             raise http_error(error) from None
         finally:
             del self._running[request_id]

@@ -3,6 +3,10 @@
 Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online/api_router.py`` and
 ``vllm/entrypoints/serve/lora/api_router.py``), so that trainers send weights from memory as to vLLM's own server.
 ``/update_weights`` also accepts what prime-rl sends.
+
+SkyRL adds endpoints to vLLM's server, and calls them on servers that it has not started. Their paths and fields are
+those of SkyRL 0.4 (``skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py`` and
+``vllm_server_actor.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +38,12 @@ PUBLISH_TIMEOUT_S = 600.0
 """Seconds that the engines have to load weights."""
 
 
+_ADVICE_FOR_SKYRL = (
+    "a job receives neither changes of weights nor adapters from a trainer's memory; load adapters from a directory "
+    "(POST /v1/load_lora_adapter), or send all weights (weight_sync_backend: nccl)"
+)
+
+
 class UpdateWeightsRequest(BaseModel):
     """The body of ``/update_weights``."""
 
@@ -60,13 +70,18 @@ class UnloadAdapterRequest(BaseModel):
     lora_int_id: int | None = None
 
 
+class LoadSkyrlAdapterRequest(BaseModel):
+    """The body of ``/skyrl/v1/load_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = ""
+    in_memory: bool = Field(default=False, description="The adapter was sent with the trainer's process group.")
+
+
 class TrainerApi:
     """The endpoints for one job.
 
-    Args:
-        client: connection to the job.
-        engine: the job as vLLM's engine client.
-        app: vLLM's application, whose state has been initialised.
+    *app* is vLLM's application, whose state has been initialised.
     """
 
     def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
@@ -88,6 +103,10 @@ class TrainerApi:
         router.add_api_route("/finish_weight_update", self.finish_weight_update, methods=["POST"])
         router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
+        router.add_api_route("/skyrl/v1/load_lora_adapter", self.load_skyrl_adapter, methods=["POST"])
+        router.add_api_route("/fetch_weights", self.refuse_skyrl, methods=["POST"])
+        for path in ("/reset_prefix_cache", "/finish_session"):
+            router.add_api_route(path, self.do_nothing, methods=["POST"])
         return router
 
     def server_info(self) -> Mapping[str, Any]:
@@ -229,6 +248,22 @@ class TrainerApi:
                 HTTPStatus.NOT_FOUND,
             )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def load_skyrl_adapter(self, body: LoadSkyrlAdapterRequest) -> Response:
+        """Publish an adapter as the next weight version; an adapter that has its name loses it."""
+        if body.in_memory or not body.lora_path:
+            await self.refuse_skyrl()
+        return await self.load_adapter(
+            LoadAdapterRequest(lora_name=body.lora_name, lora_path=body.lora_path, load_inplace=True)
+        )
+
+    async def refuse_skyrl(self) -> None:
+        """Say to SkyRL how weights can be published instead."""
+        raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.NOT_IMPLEMENTED)
+
+    async def do_nothing(self) -> dict[str, str]:
+        """Answer that it is done: engines clear their caches when they load weights, and the job has no sessions."""
+        return {"status": "ok"}
 
 
 class _NamedAdapterResolver(LoRAResolver):

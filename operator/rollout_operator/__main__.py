@@ -24,8 +24,8 @@ from rollout_operator.cluster.leader_election import LeaderElection, LostLeaseEr
 from rollout_operator.cluster.object_cache import NAMESPACES, JobKey, ObjectCache, SelectedNamespaces, job_key
 from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
+from rollout_operator.objects.names import GANG_APIS, GANG_PLURAL
 from rollout_operator.objects.observed import ClusterInfo
-from rollout_operator.objects.scheduling import GANG_APIS, GANG_PLURAL
 
 logger = logging.getLogger("rollout_operator")
 

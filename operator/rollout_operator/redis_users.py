@@ -32,11 +32,10 @@ from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
 from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import connect_async
-from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kopf_watch import run_kopf
 from rollout_operator.cluster.kubernetes_api import ROLLOUT_JOBS, ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import NAMESPACES, SelectedNamespaces
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.command_line import configure_logs, namespaced_name, refuse_both
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import has_managed_user, parse_body
@@ -75,9 +74,7 @@ class RedisUser:
 def job_user(body: Manifest, *, by_default: bool = True) -> RedisUser | None:
     """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid.
 
-    Args:
-        body: the RolloutJob.
-        by_default: whether a job whose manifest names no Redis server has a user.
+    *by_default* says whether a job whose manifest names no Redis server has a user.
     """
     try:
         job = parse_body(body)
@@ -159,14 +156,9 @@ class RedisUserManager:
     ) -> None:
         """Create a manager.
 
-        Args:
-            api: for the Secrets, and to list the jobs.
-            server: a connection of a user that may use ACL commands.
-            url: the URL of *server*, from which the users' URLs are derived.
-            key: the key from which passwords are derived.
-            by_default: whether jobs whose manifests name no Redis server have users.
-            history_service: the history service's user; None if it needs none.
-            namespaces: the namespaces whose jobs have users; None means all whose jobs are reported.
+        The users' URLs are derived from *url*, that of *server*, and their passwords from *key*. *by_default* says
+        whether jobs whose manifests name no Redis server have users. Only jobs in *namespaces* have users; None means
+        all whose jobs are reported.
         """
         self._api, self._server, self._url, self._key = api, server, url, key
         self._by_default, self._namespaces = by_default, namespaces

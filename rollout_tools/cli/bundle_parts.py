@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import platform
@@ -13,7 +14,9 @@ import urllib.request
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -25,7 +28,7 @@ from rollout_api.bundle import BundleArchive
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redaction import is_secret_name, is_secret_value
+from rollout_api.redaction import Redactor, is_secret_name, is_secret_value
 from rollout_api.redis_client.address import parse_address
 from rollout_api.redis_client.connection import RedisUnusableError, connect, connect_history
 from rollout_api.status_token import StatusToken
@@ -49,7 +52,7 @@ from rollout_tools.doctor.examination import Request, examine
 from rollout_tools.doctor.findings import as_json
 from rollout_tools.doctor.gpus import GpuDriverError, read_gpus
 from rollout_tools.doctor.machine import installed_version
-from rollout_tools.launch.job_state import RECORDING_FILE, StateError, read_recorded_manifest, read_recorded_redis
+from rollout_tools.launch.job_state import RECORDING_FILE, LastRedis, StateError, last_manifest
 from rollout_tools.report.reading import read_recording
 from rollout_tools.report.recording import JobRecording, load_recording, save_recording
 
@@ -143,6 +146,11 @@ class Subject:
             return cls(_name(job, manifest, directory), None, str(error), directory, manifest, url, history)
         return cls(found.name, found, "", found.directory, manifest, found.redis_url, history)
 
+    @property
+    def folder(self) -> str:
+        """Name of the folder in the bundle."""
+        return f"bundle-{self.name.replace('/', '-')}"
+
     def manifest_document(self) -> dict[str, Any]:
         """Return the manifest.
 
@@ -152,10 +160,10 @@ class Subject:
         """
         if self.manifest is not None:
             return self.manifest.model_dump(mode="json", by_alias=True)
-        recorded = None if self.directory is None else read_recorded_manifest(self.directory)
-        if recorded is None:
+        manifest = None if self.directory is None else last_manifest(self.directory)
+        if manifest is None:
             raise LookupError("only rollout run records it in its state directory; name the manifest with --file")
-        return recorded
+        return manifest
 
     def secrets(self) -> set[str]:
         """Return the passwords and tokens that this process knows."""
@@ -164,22 +172,40 @@ class Subject:
             for name, value in os.environ.items()
             if is_secret_name(name, in_object=True) and is_secret_value(name, value)
         }
-        for url in filter(None, [self.redis_url, self.history_url, *self._recorded_urls()]):
+        for url in filter(None, [self.redis_url, self.history_url, *self._known_urls()]):
             found |= set(_passwords(url))
         return found
 
-    def _recorded_urls(self) -> Iterator[str | None]:
+    def _known_urls(self) -> Iterator[str | None]:
         """Yield the URLs of Redis in the manifest and in the state directory, as far as they can be read."""
         with contextlib.suppress(LookupError, StateError):
             spec = self.manifest_document()["spec"]
             yield spec.get("redis", {}).get("url")
             yield spec.get("history", {}).get("redis", {}).get("url")
         with contextlib.suppress(StateError):
-            recorded = None if self.directory is None else read_recorded_redis(self.directory)
-            yield None if recorded is None else recorded.url
+            server = None if self.directory is None else LastRedis.read(self.directory)
+            yield None if server is None else server.url
 
 
-def collect(archive: BundleArchive, subject: Subject, *, with_rollouts: bool) -> None:
+def pack_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
+    """Return the archive with all that is known about a job; prompts and responses only *with_rollouts*."""
+    file = io.BytesIO()
+    archive = BundleArchive(file, folder=subject.folder, redactor=Redactor(subject.secrets()))
+    _collect(archive, subject, with_rollouts=with_rollouts)
+    private = (
+        "Prompts and responses are included (`--with-rollouts`)."
+        if with_rollouts
+        else "There are no prompts and no responses, except for what programs of yours may have logged."
+    )
+    archive.close(
+        f"Bundle of job {subject.name}",
+        f"Collected by `rollout bundle` of das-rollout {version('das-rollout')} at {datetime.now(UTC):%F %T} UTC. "
+        f"Passwords, tokens and keys are replaced by `***`. {private}",
+    )
+    return file.getvalue()
+
+
+def _collect(archive: BundleArchive, subject: Subject, *, with_rollouts: bool) -> None:
     """Add all that is known about a job; prompts, responses and messages only *with_rollouts*."""
     archive.collect(*_MANIFEST, subject.manifest_document)
     if subject.job is not None:
@@ -237,8 +263,8 @@ def _name(job: str | None, manifest: RolloutJob | None, directory: Path | None) 
 
 def _uses(directory: Path, redis_url: str | None) -> bool:
     """Return whether the job in a state directory uses this Redis; any, if the user has named none."""
-    recorded = read_recorded_redis(directory)
-    return redis_url is None or (recorded is not None and recorded.url == redis_url)
+    server = LastRedis.read(directory)
+    return redis_url is None or (server is not None and server.url == redis_url)
 
 
 def _passwords(url: str) -> Iterator[str]:

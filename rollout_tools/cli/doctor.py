@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_store.models.model_source import default_cache
-from rollout_tools.cli.job_address import check_manifest
+from rollout_tools.cli.job_address import ModelCache, check_manifest
 from rollout_tools.doctor.findings import Section, Severity, as_json, has_errors
 
 _ERRORS_FOUND = 1
@@ -51,12 +51,7 @@ def doctor(
             "-n", "--namespace", help="Namespace of jobs.", show_default="the manifest's, else the kubeconfig's"
         ),
     ] = None,
-    model_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"
-        ),
-    ] = None,
+    model_cache: ModelCache = None,
     as_document: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Examine whether this machine, a Redis server, a manifest and a cluster are fit for jobs.

@@ -15,7 +15,7 @@ import yaml
 from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, RolloutJob, parse_job
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.connection import RedisUnusableError, connect, explain_error
-from rollout_tools.launch.job_state import read_recorded_redis, recorded_job
+from rollout_tools.launch.job_state import LastRedis, last_job
 
 
 def read_manifest(path: Path) -> RolloutJob:
@@ -104,6 +104,10 @@ JobHistoryRedis = Annotated[
     ),
 ]
 JobUid = Annotated[str | None, typer.Option(help="Unique id of the job.", show_default="the newest job with its name")]
+ModelCache = Annotated[
+    Path | None,
+    typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
+]
 StateDirectory = Annotated[Path, typer.Option("--state-dir", help="State directory of rollout run.")]
 
 
@@ -186,10 +190,7 @@ def find_job(
 def find_job_directory(job: str | None, *, file: Path | None = None, state: Path = Path(".rollout")) -> Path:
     """Return the directory of a job that has run with ``rollout run``, whether it still runs or not.
 
-    Args:
-        job: ``name`` or ``namespace/name``; None for that of the manifest, or the only job there is.
-        file: the job's manifest.
-        state: state directory of local runs.
+    The arguments are those of :func:`find_job`.
 
     Raises:
         JobAddressError: if the job cannot be determined or has not run from there.
@@ -233,18 +234,18 @@ def _place(name: str | None, manifest: RolloutJob | None, redis_url: str | None,
     if url:
         # A job of the same name in another Redis is another job.
         local = job_directory(state, name) if name is not None and name in known else None
-        server = None if local is None else read_recorded_redis(local)
+        server = None if local is None else LastRedis.read(local)
         return _Place(url, name, local if server is not None and server.url == url else None, embedded=False)
     if name is None:
         name = _only(known, f"in the state directory {state}")
     directory = job_directory(state, name)
-    recorded = read_recorded_redis(directory)
-    if recorded is None:
+    server = LastRedis.read(directory)
+    if server is None:
         raise JobAddressError(
             f"job {name} has not run in the state directory {state} ({_listed(known)}); name its Redis with --redis or "
             "ROLLOUT_REDIS_URL, or its state directory with --state-dir"
         )
-    return _Place(recorded.url, name, directory, recorded.embedded)
+    return _Place(server.url, name, directory, server.embedded)
 
 
 def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
@@ -252,7 +253,7 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
     if uid is None:
         if name is None:
             name = _only(_jobs_in_redis(server), "in this Redis")
-        local = None if place.directory is None else recorded_job(place.directory)
+        local = None if place.directory is None else last_job(place.directory)
         newest: Any = server.get(job_uid_key(name)) if local is None else local.uid.encode()
         uid = newest.decode() if newest else None
         if uid is None:
@@ -271,7 +272,7 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
 
 def _ended_error(place: _Place) -> JobAddressError:
     """Return the error for a local job whose embedded Redis does not answer."""
-    job = None if place.directory is None else recorded_job(place.directory)
+    job = None if place.directory is None else last_job(place.directory)
     if job is not None and job.finished:
         state, remedy = "has ended", "Its rollouts are in its history, and `rollout logs` shows what happened."
     else:

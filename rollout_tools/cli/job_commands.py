@@ -18,7 +18,6 @@ from rollout_api.protocol.messages import Cancel, Close, CodecError, RolloutRequ
 from rollout_api.protocol.status import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
 from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_store.runtime.output import exit_with_error
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     JobArgument,
     JobManifest,
@@ -28,6 +27,7 @@ from rollout_tools.cli.job_address import (
     find_job,
     find_job_directory,
 )
+from rollout_tools.cli.output import exit_with_message
 
 app = typer.Typer()
 console = Console()

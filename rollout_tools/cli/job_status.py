@@ -41,8 +41,7 @@ def problems_of_ended_job(state: str, reason: str | None) -> list[Problem]:
 def missing_coordinator(*, is_local: bool) -> Problem:
     """Return what to do about a job whose coordinator publishes no status.
 
-    Args:
-        is_local: whether the job runs with ``rollout run``.
+    *is_local* says whether the job runs with ``rollout run``.
     """
     command = "`rollout run`" if is_local else "`rollout head`, or its pod,"
     return Problem(
@@ -227,12 +226,9 @@ def _facts(status: CoordinatorStatus) -> Table:
     table.add_row("speed", f"{status['tokens_per_second']:,.0f} tokens/s")
     accepted = f"{status['accepted_per_step']:.2f} tokens accepted per decoding step"
     table.add_row("drafts", accepted + _saving(status["saved"]))
-    current = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
-    table.add_row(
-        "weights", f"version {status['weight_version']}, served by {current} of {len(status['engines'])} engines"
-    )
-    if unread := {client: size for client, size in status["unread_bytes"].items() if size}:
-        table.add_row("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
+    table.add_row("weights", f"version {status['weight_version']}, served by {engines_with_newest_weights(status)}")
+    if unread := unread_results(status):
+        table.add_row("unread", unread)
     table.add_row("dead letters", f"{status['dead_letters']:,}")
     return table
 
@@ -254,6 +250,18 @@ def _engines(engines: Sequence[EngineEntry]) -> Table:
             engine_state(engine),
         )
     return table
+
+
+def engines_with_newest_weights(status: CoordinatorStatus) -> str:
+    """Return how many engines serve the newest weight version."""
+    current = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
+    return f"{current} of {len(status['engines'])} engines"
+
+
+def unread_results(status: CoordinatorStatus) -> str:
+    """Return how much each client has not read; empty if all have read everything."""
+    unread = {client: size for client, size in status["unread_bytes"].items() if size}
+    return ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items())
 
 
 def engine_state(engine: EngineEntry) -> str:

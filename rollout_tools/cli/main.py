@@ -42,9 +42,9 @@ from rollout_store.models.model_source import (
 )
 from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.doctor import doctor
-from rollout_tools.cli.exit_errors import exit_with_message
-from rollout_tools.cli.job_address import check_manifest, job_directory, read_manifest
+from rollout_tools.cli.job_address import ModelCache, check_manifest, job_directory, read_manifest
 from rollout_tools.cli.job_commands import app as job_app
+from rollout_tools.cli.output import exit_with_message, report_lines, report_table, show_progress
 from rollout_tools.cli.report_command import app as report_app
 from rollout_tools.cli.report_command import bundle_app, check_writable, write_page_of_run
 from rollout_tools.cli.top import app as top_app
@@ -103,10 +103,6 @@ HistoryRedisUrl = Annotated[
 JobUid = Annotated[
     str, typer.Option(help="Unique id of the job, the same for its head and all its workers and after restarts.")
 ]
-ModelCache = Annotated[
-    Path | None,
-    typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
-]
 
 
 @app.command()
@@ -138,7 +134,6 @@ def run(
     ] = None,
 ) -> None:
     """Run a job on this machine. A job that was interrupted continues."""
-    from rollout_tools.cli.display import report_lines, report_table, show_progress
     from rollout_tools.launch.local import RunOptions, run_local
 
     started = time.monotonic()

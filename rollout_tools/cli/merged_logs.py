@@ -38,9 +38,7 @@ class JobLogs:
     def __init__(self, directory: Path, processes: Collection[str] = ()) -> None:
         """Select log files.
 
-        Args:
-            directory: directory of the job in the state directory.
-            processes: beginnings of the names of the processes to show; empty for all.
+        *processes* are beginnings of the names of the processes to show; empty for all.
         """
         self._directory, self._selected = directory, tuple(processes)
         self._current: dict[str, _OpenFile] = {}
@@ -57,7 +55,8 @@ class JobLogs:
     def follow(self) -> Iterator[LogLine]:
         """Yield the lines that follow those of :meth:`written`, without end, as they are written."""
         while True:
-            yield from sorted(self._new_lines(), key=lambda line: line.time)
+            new = (line for name in self._names() for line in self._new_lines_of(name))
+            yield from sorted(new, key=lambda line: line.time)
             time.sleep(_POLL_INTERVAL_S)
 
     @property
@@ -76,10 +75,6 @@ class JobLogs:
             with contextlib.suppress(FileNotFoundError), _open(path.with_name(f"{path.name}.{number}")) as old:
                 yield from _lines(name, old)
         yield from self._new_lines_of(name)
-
-    def _new_lines(self) -> Iterator[LogLine]:
-        for name in self._names():
-            yield from self._new_lines_of(name)
 
     def _new_lines_of(self, name: str) -> Iterator[LogLine]:
         if name not in self._current:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from rollout_api.protocol.status import EXIT_STATE
 from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_store.models.model_source import default_cache, local_tokenizer
 from rollout_store.runtime.output import exit_with_error
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     JobAddressError,
     JobArgument,
@@ -30,9 +28,9 @@ from rollout_tools.cli.job_address import (
     find_job,
     find_job_directory,
 )
+from rollout_tools.cli.output import exit_with_message
 
 if TYPE_CHECKING:
-    from rollout_tools.cli.bundle_parts import Subject
     from rollout_tools.report.recording import JobRecording
 
 app = typer.Typer()
@@ -82,9 +80,11 @@ def report(
         else:
             recording = _read_job(job, file, redis, history_redis, uid, state_dir, model_cache or default_cache())
     if save is not None:
-        _write_recording(recording, save)
+        from rollout_tools.report.recording import save_recording
+
+        _write(save, "recording", partial(save_recording, recording))
     if html is not None:
-        write_page(recording, html)
+        _write_page(recording, html)
 
 
 def check_writable(file: Path | None, option: str) -> None:
@@ -101,15 +101,20 @@ def check_writable(file: Path | None, option: str) -> None:
         exit_with_error(EXIT_STATE, f"cannot write {file} ({option}): {error.strerror}")
 
 
-def write_page(recording: JobRecording, file: Path) -> None:
-    """Write the page about *recording*, and say where it is."""
-    from rollout_tools.report.page import render_page
-
+def _write(file: Path, what: str, write: Callable[[Path], object], hint: str = "") -> None:
+    """Write a file, and say where it is."""
     try:
-        file.write_text(render_page(recording), encoding="utf-8")
+        write(file)
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
-    console.print(f"The report is in {file}.", markup=False, soft_wrap=True)
+    console.print(f"The {what} is in {file}.{hint}", markup=False, soft_wrap=True)
+
+
+def _write_page(recording: JobRecording, file: Path) -> None:
+    from rollout_tools.report.page import render_page
+
+    page = render_page(recording)
+    _write(file, "report", lambda file: file.write_text(page, encoding="utf-8"))
 
 
 def write_page_of_run(directory: Path, file: Path) -> None:
@@ -119,7 +124,7 @@ def write_page_of_run(directory: Path, file: Path) -> None:
     recording = directory / RECORDING_FILE
     if not recording.is_file():
         exit_with_error(EXIT_STATE, "there is no report, because no rollout has ended")
-    write_page(_load(recording), file)
+    _write_page(_load(recording), file)
 
 
 def _read_job(
@@ -176,16 +181,6 @@ def _load(file: Path) -> JobRecording:
         exit_with_error(EXIT_STATE, str(error))
 
 
-def _write_recording(recording: JobRecording, file: Path) -> None:
-    from rollout_tools.report.recording import save_recording
-
-    try:
-        save_recording(recording, file)
-    except OSError as error:
-        exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
-    console.print(f"The recording is in {file}.", markup=False, soft_wrap=True)
-
-
 _STANDARD_OUTPUT = Path("-")
 
 
@@ -216,42 +211,13 @@ def bundle(
     Passwords, tokens and keys are replaced by ***. What cannot be collected is named in the archive's README.md, with
     the reason.
     """
-    from rollout_tools.cli.bundle_parts import Subject
+    from rollout_tools.cli.bundle_parts import Subject, pack_bundle
 
     with exit_with_message(file, interrupted="no bundle was written"):
         subject = Subject.find(job, file=file, redis_url=redis, history_url=history_redis, uid=uid, state=state_dir)
-        content = _collect_bundle(subject, with_rollouts=with_rollouts)
+        content = pack_bundle(subject, with_rollouts=with_rollouts)
     if output == _STANDARD_OUTPUT:
         sys.stdout.buffer.write(content)
         return
-    target = output or Path(f"{_bundle_folder(subject.name)}.tar.gz")
-    try:
-        target.write_bytes(content)
-    except OSError as error:
-        exit_with_error(EXIT_STATE, f"cannot write {target}: {error.strerror}")
-    console.print(f"The bundle is in {target}. Its README.md says what it contains.", markup=False, soft_wrap=True)
-
-
-def _bundle_folder(name: str) -> str:
-    return f"bundle-{name.replace('/', '-')}"
-
-
-def _collect_bundle(subject: Subject, *, with_rollouts: bool) -> bytes:
-    from rollout_api.bundle import BundleArchive
-    from rollout_api.redaction import Redactor
-    from rollout_tools.cli.bundle_parts import collect
-
-    file = io.BytesIO()
-    archive = BundleArchive(file, folder=_bundle_folder(subject.name), redactor=Redactor(subject.secrets()))
-    collect(archive, subject, with_rollouts=with_rollouts)
-    private = (
-        "Prompts and responses are included (`--with-rollouts`)."
-        if with_rollouts
-        else "There are no prompts and no responses, except for what programs of yours may have logged."
-    )
-    archive.close(
-        f"Bundle of job {subject.name}",
-        f"Collected by `rollout bundle` of das-rollout {version('das-rollout')} at {datetime.now(UTC):%F %T} UTC. "
-        f"Passwords, tokens and keys are replaced by `***`. {private}",
-    )
-    return file.getvalue()
+    target = output or Path(f"{subject.folder}.tar.gz")
+    _write(target, "bundle", lambda file: file.write_bytes(content), " Its README.md says what it contains.")

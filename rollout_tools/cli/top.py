@@ -27,7 +27,6 @@ from rollout_store.history.store import HistoryStore, LengthLookup
 from rollout_store.job import JobStore, RolloutProgress
 from rollout_store.job.store import MAX_BLOCKING_READ_S
 from rollout_store.runtime.output import exit_with_error
-from rollout_tools.cli.exit_errors import exit_with_message
 from rollout_tools.cli.job_address import (
     FoundJob,
     JobArgument,
@@ -38,6 +37,7 @@ from rollout_tools.cli.job_address import (
     StateDirectory,
     find_job,
 )
+from rollout_tools.cli.output import exit_with_message
 
 app = typer.Typer()
 _WIDTH = 140
@@ -164,11 +164,7 @@ class LiveJob:
         return sum(one.surprise is not None and one.surprise >= 0.5 for one in self.running)
 
     def staleness(self, now: float) -> tuple[float, int] | None:
-        """Return the mean and the largest staleness of the rollouts that have ended lately; None without any.
-
-        Args:
-            now: Unix time.
-        """
+        """Return the mean and the largest staleness of the rollouts that have ended lately; None without any."""
         newest = self.status["weight_version"]
         ages = [
             max(0, newest - one.oldest_version)
@@ -196,10 +192,7 @@ def predicted(
 ) -> list[RunningRollout]:
     """Return the running rollouts of live engines, those that are expected to end last first.
 
-    Args:
-        progress: running rollouts by engine id.
-        lengths: statistics of earlier rollouts by problem id.
-        engines: the live engines.
+    *progress* has the running rollouts by engine id, and *lengths* the statistics of earlier rollouts by problem id.
     """
     names = {engine["id"]: engine["name"] for engine in engines}
     running = [
@@ -271,7 +264,8 @@ class LiveJobReader:
         self._job.status = status
         progress = await timeline.running()
         problems = {one.problem_id for rollouts in progress.values() for one in rollouts}
-        self._job.running = predicted(progress, await self._length_stats(problems), status["engines"])
+        lengths = {} if self._lengths is None or not problems else await self._lengths.fetch(problems)
+        self._job.running = predicted(progress, lengths, status["engines"])
         await self._read_ended(self._job)
         return self._job
 
@@ -290,9 +284,6 @@ class LiveJobReader:
         began = int((await self._store.clock() - RECENT_S) * 1000)
         self._last_ended = f"{max(0, began)}-0"
         job.measurements.extend(await self._store.timeline.last_measurements(job.measurements.maxlen or 0))
-
-    async def _length_stats(self, problems: set[str]) -> dict[str, LengthStats]:
-        return {} if self._lengths is None or not problems else await self._lengths.fetch(problems)
 
     async def _read_ended(self, job: LiveJob) -> None:
         timeline = self._store.timeline

@@ -18,7 +18,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
-from rollout_tools.cli.job_status import duration, engine_state, problems
+from rollout_tools.cli.job_status import duration, engine_state, engines_with_newest_weights, problems, unread_results
 from rollout_tools.cli.top import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -35,12 +35,7 @@ SOURCE_NAMES = {
 
 
 def header(job: LiveJob, now: float) -> RenderableType:
-    """Return the summary of a job.
-
-    Args:
-        job: the job.
-        now: Unix time.
-    """
+    """Return the summary of a job."""
     status = job.status
     facts = [
         _fact("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting"),
@@ -49,7 +44,7 @@ def header(job: LiveJob, now: float) -> RenderableType:
         _fact("requests", f"{status['requests']:,} open"),
         _fact("drafts", f"{status['accepted_per_step']:.2f} accepted per step"),
         _fact("saved", _saved(job)),
-        _fact("weights", f"version {status['weight_version']}, {_served(status)}"),
+        _fact("weights", f"version {status['weight_version']}, on {engines_with_newest_weights(status)}"),
         _fact("staleness", _staleness(job, now)),
     ]
     parts: list[RenderableType] = [_title(status)]
@@ -57,11 +52,8 @@ def header(job: LiveJob, now: float) -> RenderableType:
         filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
     parts.append(Columns(facts, padding=(0, 3)))
-    unread = {client: size for client, size in status["unread_bytes"].items() if size}
-    if unread:
-        parts.append(
-            _fact("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
-        )
+    if unread := unread_results(status):
+        parts.append(_fact("unread", unread))
     parts += [Text(f"! {problem.what}. {problem.remedy}", "yellow") for problem in problems(status)]
     return Group(*parts)
 
@@ -116,9 +108,7 @@ def tail(job: LiveJob) -> RenderableType:
 def running_table(job: LiveJob, limit: int) -> Table:
     """Return a table of the running rollouts that probably end last.
 
-    Args:
-        job: the job.
-        limit: maximum number of rows.
+    It has at most *limit* rows.
     """
     shown = job.running[:limit]
     table = _table("problem", right=("sample", "tokens"))
@@ -193,9 +183,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH, *, highest: fl
 def length_bar(rollout: RunningRollout, scale: float) -> Text:
     """Return a bar of a rollout's length, with marks for the predicted median and the 90 % quantile.
 
-    Args:
-        rollout: the rollout.
-        scale: number of tokens to which the whole width corresponds.
+    *scale* is the number of tokens to which the whole width corresponds.
     """
     filled = min(_BAR_WIDTH, round(rollout.progress.tokens / scale * _BAR_WIDTH))
     cells = ["█"] * filled + ["·"] * (_BAR_WIDTH - filled)
@@ -238,11 +226,6 @@ def _saved(job: LiveJob) -> str:
     if saved < 0:
         return f"nothing; decoding takes {-saved:.0%} longer ({seconds})"
     return f"{saved:.0%} of the decoding time ({seconds})"
-
-
-def _served(status: CoordinatorStatus) -> str:
-    served = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
-    return f"on {served} of {len(status['engines'])} engines"
 
 
 def _staleness(job: LiveJob, now: float) -> str:
@@ -295,9 +278,7 @@ class TopApp(App[None]):
     def __init__(self, name: str, read: Callable[[], Awaitable[LiveJob | None]]) -> None:
         """Create the application; ``run`` starts it.
 
-        Args:
-            name: name of the job.
-            read: returns the job's current state; None while no coordinator runs.
+        *read* returns the job's current state; None while no coordinator runs.
         """
         super().__init__()
         self.title = f"rollout top {name}"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_tools.doctor.cluster.examination import examine_cluster
+from rollout_tools.doctor.cluster import examine_cluster
 from rollout_tools.doctor.findings import Finding, Section, error, ok, warning
-from rollout_tools.doctor.gpus import GpuDriverError, GpuFacts, judge_gpus, read_gpus
-from rollout_tools.doctor.machine import MachineFacts, judge_machine, judge_vllm, read_machine, read_vllm
-from rollout_tools.doctor.manifest import judge_invalid_manifest, judge_manifest, read_model
-from rollout_tools.doctor.redis_server import judge_redis, read_redis
+from rollout_tools.doctor.gpus import GpuDriverError, GpuFacts, check_gpus, read_gpus
+from rollout_tools.doctor.machine import MachineFacts, check_machine, check_vllm, read_machine, read_vllm
+from rollout_tools.doctor.manifest import check_invalid_manifest, check_manifest, read_model
+from rollout_tools.doctor.redis_server import check_redis, read_redis
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def examine(request: Request) -> Iterator[Section]:
     """Yield the findings about each subject as soon as they are known."""
     job = request.manifest if isinstance(request.manifest, RolloutJob) else None
     machine = read_machine(request.model_cache)
-    yield Section("machine", judge_machine(machine))
+    yield Section("machine", check_machine(machine))
     vllm = read_vllm()
-    yield Section("vLLM", judge_vllm(vllm))
+    yield Section("vLLM", check_vllm(vllm))
     # The workers of a cluster run elsewhere.
     gpus, findings = _gpus(job if not request.cluster else None, vllm.torch_cuda)
     yield Section("GPUs", findings)
@@ -62,16 +62,16 @@ def _gpus(job: RolloutJob | None, torch_cuda: str | None) -> tuple[GpuFacts | No
         )
         return None, [error("GPUs", str(failure), advice) if wanted else warning("GPUs", str(failure), advice)]
     tensor_parallel = job.spec.engine.tensor_parallel_size if job is not None else 1
-    return facts, judge_gpus(facts, wanted=wanted, tensor_parallel=tensor_parallel, torch_cuda=torch_cuda)
+    return facts, check_gpus(facts, wanted=wanted, tensor_parallel=tensor_parallel, torch_cuda=torch_cuda)
 
 
 def _manifest(request: Request, machine: MachineFacts, gpus: GpuFacts | None) -> list[Finding]:
     if request.manifest is None or isinstance(request.manifest, ManifestError):
-        return judge_invalid_manifest(request.manifest) if request.manifest is not None else []
+        return check_invalid_manifest(request.manifest) if request.manifest is not None else []
     model = read_model(request.manifest, request.model_cache)
     if request.cluster:
-        return judge_manifest(request.manifest, model, gpu_memory=None, memory=None)
-    return judge_manifest(
+        return check_manifest(request.manifest, model, gpu_memory=None, memory=None)
+    return check_manifest(
         request.manifest,
         model,
         gpu_memory=min((gpu.memory for gpu in gpus.gpus), default=None) if gpus is not None else None,
@@ -90,12 +90,12 @@ def _redis(request: Request, job: RolloutJob | None) -> Iterator[Section]:
     else:
         keys = [MessageKeys(request.uid or probe).prefix + probe, *(of_history if history_url is None else [])]
         yield Section(
-            "Redis", judge_redis(read_redis(url, keys=keys, may_be_cluster=False), holds_messages=True, now=now)
+            "Redis", check_redis(read_redis(url, keys=keys, may_be_cluster=False), holds_messages=True, now=now)
         )
     if history_url is not None:
         keys = of_history or [HistoryKeys("default", probe).log(probe)]
         facts = read_redis(history_url, keys=keys, may_be_cluster=True)
-        yield Section("history's Redis", judge_redis(facts, holds_messages=False, now=now))
+        yield Section("history's Redis", check_redis(facts, holds_messages=False, now=now))
 
 
 def _redis_of_pods() -> Finding:

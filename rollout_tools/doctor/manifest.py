@@ -1,4 +1,4 @@
-"""Judges a manifest, and whether its model is on this machine and fits into memory. Nothing is downloaded."""
+"""Checks a manifest, and whether its model is on this machine and fits into memory. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -35,19 +35,16 @@ class ModelFacts:
     """Directories of ``weights.allowedRoots`` that do not exist here."""
 
 
-def judge_invalid_manifest(failure: ManifestError) -> list[Finding]:
+def check_invalid_manifest(failure: ManifestError) -> list[Finding]:
     """Return a finding for each error in a manifest."""
     return [error(one.path, one.message, "correct the manifest; see docs/manifest.md") for one in failure.errors]
 
 
-def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
-    """Judge a valid manifest.
+def check_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
+    """Check a valid manifest.
 
-    Args:
-        job: the manifest.
-        model: its model.
-        gpu_memory: memory of the smallest GPU of this machine, in bytes; None if it has none.
-        memory: memory of this machine that a job may use, in bytes; None if jobs run on other machines.
+    *gpu_memory* is that of the smallest GPU of this machine, in bytes; None if it has none. *memory* is what a job may
+    use of this machine, in bytes; None if jobs run on other machines.
     """
     findings = [ok("manifest", f"RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid")]
     if job.spec.runtime_ref is not None:
@@ -79,23 +76,18 @@ def _model(model: ModelFacts, *, runs_here: bool) -> list[Finding]:
         return [
             warning("model", f"{model.uri} is not on this machine", f"make sure that pods have it: {model.unusable}")
         ]
-    if model.directory is None and not runs_here:
-        return [
-            warning(
-                "model",
-                f"not examined: {model.uri} is not on this machine",
-                "pods download it from the Hugging Face hub unless model.cache has it; run rollout prefetch to compare "
-                "it with the manifest here",
-            )
-        ]
     if model.directory is None:
-        return [
-            warning(
-                "model",
-                f"{model.uri} is not on this machine",
-                "it is downloaded from the Hugging Face hub when a job starts; run rollout prefetch to do so before",
+        seen = f"{model.uri} is not on this machine"
+        if runs_here:
+            advice = (
+                "it is downloaded from the Hugging Face hub when a job starts; run rollout prefetch to do so before"
             )
-        ]
+            return [warning("model", seen, advice)]
+        advice = (
+            "pods download it from the Hugging Face hub unless model.cache has it; run rollout prefetch to compare it "
+            "with the manifest here"
+        )
+        return [warning("model", f"not examined: {seen}", advice)]
     findings = [ok("model", f"{model.uri} is in {model.directory}")]
     if model.tokenizer_error:
         findings.append(error("tokenizer", model.tokenizer_error, "add the tokenizer's files to the model's directory"))
@@ -138,12 +130,7 @@ def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, m
 
 
 def read_model(job: RolloutJob, cache: Path) -> ModelFacts:
-    """Return what is known about the model of *job*.
-
-    Args:
-        job: the manifest.
-        cache: the model cache.
-    """
+    """Return what is known about the model of *job*."""
     model, engine = job.spec.model, job.spec.engine
     roots = [root for root in job.spec.weights.allowed_roots if not Path(root).is_dir()]
     try:

@@ -1,4 +1,4 @@
-"""Asks a Redis server, the primary of Sentinels, or a Redis Cluster what it is and how fast it answers, and judges it.
+"""Asks a Redis server, the primary of Sentinels, or a Redis Cluster what it is and how fast it answers, and checks it.
 
 Only keys that are named for this are written. They are deleted at the end.
 """
@@ -26,7 +26,7 @@ from rollout_api.redis_client.connection import (
     is_full,
 )
 from rollout_api.redis_client.retry import is_out_of_memory
-from rollout_tools.doctor.findings import Finding, error, ok, size_text, warning
+from rollout_tools.doctor.findings import Finding, error, error_if, ok, size_text, warning, warning_if
 
 _MAX_MEDIAN_MS = 2.0
 """Milliseconds of a round trip above which it is noticeable beside a decoding step."""
@@ -61,49 +61,41 @@ class RedisFacts:
     """When the server's certificate expires; None without TLS."""
 
 
-def judge_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> list[Finding]:
-    """Judge a server.
+def check_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> list[Finding]:
+    """Check a server.
 
-    Args:
-        facts: what it has answered.
-        holds_messages: whether it holds a job's messages; otherwise it holds a history only.
-        now: the present time, with a time zone.
+    *holds_messages* says whether it holds a job's messages; otherwise it holds a history only. *now* has a time zone.
     """
     if facts.unusable:
         return [error("connection", facts.where, facts.unusable)]
+    server = "Valkey" if facts.info.get("server_name") == "valkey" else "Redis"
+    version = facts.info.get("valkey_version") or facts.info.get("redis_version", "?")
+    policy = facts.info.get("maxmemory_policy", "noeviction")
     return [
-        _connection(facts),
-        _policy(facts.info),
-        _memory(facts.info),
-        _persistence(facts.info, facts.appendfsync, holds_messages=holds_messages),
-        _role(facts, holds_messages=holds_messages),
-        _round_trips(facts.round_trips_ms),
-        *([_function(facts.function_ms)] if facts.function_ms is not None else []),
-        *([_clock(facts.clock_difference_s)] if facts.clock_difference_s is not None else []),
-        _permissions(facts.denied),
-        *([_certificate(facts.certificate_expiry, now)] if facts.certificate_expiry is not None else []),
+        ok("connection", f"{server} {version} at {facts.where}"),
+        warning_if(
+            policy != "noeviction",
+            "eviction",
+            f"maxmemory-policy {policy}",
+            "keys will be evicted, and rollouts lost, as soon as maxmemory is set; set maxmemory-policy noeviction",
+        ),
+        _check_memory(facts.info),
+        _check_persistence(facts.info, facts.appendfsync, holds_messages=holds_messages),
+        _check_role(facts, holds_messages=holds_messages),
+        *_check_durations(facts),
+        *([_check_clock(facts.clock_difference_s)] if facts.clock_difference_s is not None else []),
+        error_if(
+            bool(facts.denied),
+            "permissions",
+            "; ".join(facts.denied) or "the user may run the commands of a job on its keys",
+            "give the user the rules that python -m rollout_api.protocol.access_rules prints; if it is the user of one "
+            "job alone, examine that job's keys with --uid, and its history with the job's manifest",
+        ),
+        *([_check_certificate(facts.certificate_expiry, now)] if facts.certificate_expiry is not None else []),
     ]
 
 
-def _connection(facts: RedisFacts) -> Finding:
-    server = "Valkey" if facts.info.get("server_name") == "valkey" else "Redis"
-    version = facts.info.get("valkey_version") or facts.info.get("redis_version", "?")
-    return ok("connection", f"{server} {version} at {facts.where}")
-
-
-def _policy(info: Mapping[str, Any]) -> Finding:
-    policy = info.get("maxmemory_policy", "noeviction")
-    seen = f"maxmemory-policy {policy}"
-    if policy != "noeviction":
-        return warning(
-            "eviction",
-            seen,
-            "keys will be evicted, and rollouts lost, as soon as maxmemory is set; set maxmemory-policy noeviction",
-        )
-    return ok("eviction", seen)
-
-
-def _memory(info: Mapping[str, Any]) -> Finding:
+def _check_memory(info: Mapping[str, Any]) -> Finding:
     used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     if not limit:
         total = int(info.get("total_system_memory", 0))
@@ -116,12 +108,15 @@ def _memory(info: Mapping[str, Any]) -> Finding:
     seen = f"{size_text(used)} of {size_text(limit)} in use"
     if is_full(info):
         return error("memory", seen, "writes are refused until memory is free; raise maxmemory or reduce histories")
-    if used > limit * _MAX_USED_SHARE:
-        return warning("memory", seen, "jobs wait when it is full; raise maxmemory, or reduce history.maxBytes")
-    return ok("memory", seen)
+    return warning_if(
+        used > limit * _MAX_USED_SHARE,
+        "memory",
+        seen,
+        "jobs wait when it is full; raise maxmemory, or reduce history.maxBytes",
+    )
 
 
-def _persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_messages: bool) -> Finding:
+def _check_persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_messages: bool) -> Finding:
     check = "persistence"
     if info.get("aof_last_write_status", "ok") != "ok" or info.get("rdb_last_bgsave_status", "ok") != "ok":
         return error(
@@ -130,12 +125,12 @@ def _persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_mess
             "Redis refuses writes when it cannot save; see its log, and free disk space",
         )
     if int(info.get("aof_enabled", 0)):
-        seen = "append-only file" + (f", appendfsync {appendfsync}" if appendfsync is not None else "")
-        if appendfsync == "no":
-            return warning(
-                check, seen, "a crash of the machine loses what the kernel has not written; set appendfsync everysec"
-            )
-        return ok(check, seen)
+        return warning_if(
+            appendfsync == "no",
+            check,
+            "append-only file" + (f", appendfsync {appendfsync}" if appendfsync is not None else ""),
+            "a crash of the machine loses what the kernel has not written; set appendfsync everysec",
+        )
     what = "unfinished rollouts of all jobs" if holds_messages else "the history"
     if int(info.get("rdb_saves", 0)):
         return warning(
@@ -148,7 +143,7 @@ def _persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_mess
     )
 
 
-def _role(facts: RedisFacts, *, holds_messages: bool) -> Finding:
+def _check_role(facts: RedisFacts, *, holds_messages: bool) -> Finding:
     check, role, replicas = "role", facts.info.get("role", "?"), int(facts.info.get("connected_slaves", 0))
     if facts.kind is Kind.CLUSTER:
         return ok(check, "Redis Cluster, whose primaries serve all hash slots")
@@ -160,9 +155,12 @@ def _role(facts: RedisFacts, *, holds_messages: bool) -> Finding:
     seen = f"primary with {replicas} replica{'' if replicas == 1 else 's'}" + (
         ", found by Sentinels" if facts.kind is Kind.SENTINEL else ""
     )
-    if facts.kind is Kind.SENTINEL and not replicas:
-        return warning(check, seen, "no replica can take over if the primary fails; add one")
-    return ok(check, seen)
+    return warning_if(
+        facts.kind is Kind.SENTINEL and not replicas,
+        check,
+        seen,
+        "no replica can take over if the primary fails; add one",
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -171,56 +169,42 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def _round_trips(durations: Sequence[float]) -> Finding:
+def _check_durations(facts: RedisFacts) -> Iterator[Finding]:
+    durations = facts.round_trips_ms
     median, tail = percentile(durations, 0.5), percentile(durations, 0.99)
-    seen = f"p50 {median:.2f} ms, p99 {tail:.2f} ms over {len(durations)} PINGs"
-    if median > _MAX_MEDIAN_MS or tail > _MAX_TAIL_MS:
-        return warning(
-            "round trips",
-            seen,
-            "decoding does not wait for Redis, but the start of each rollout and its result do; use a server in the "
-            "same zone, and see SLOWLOG and LATENCY DOCTOR",
+    yield warning_if(
+        median > _MAX_MEDIAN_MS or tail > _MAX_TAIL_MS,
+        "round trips",
+        f"p50 {median:.2f} ms, p99 {tail:.2f} ms over {len(durations)} PINGs",
+        "decoding does not wait for Redis, but the start of each rollout and its result do; use a server in the same "
+        "zone, and see SLOWLOG and LATENCY DOCTOR",
+    )
+    if facts.function_ms is not None:
+        yield warning_if(
+            facts.function_ms > _MAX_TAIL_MS,
+            "functions",
+            f"{facts.function_ms:.2f} ms for a call of a Lua function",
+            "other commands may block the server; see SLOWLOG",
         )
-    return ok("round trips", seen)
 
 
-def _function(duration: float) -> Finding:
-    seen = f"{duration:.2f} ms for a call of a Lua function"
-    if duration > _MAX_TAIL_MS:
-        return warning("functions", seen, "other commands may block the server; see SLOWLOG")
-    return ok("functions", seen)
+def _check_clock(difference: float) -> Finding:
+    return warning_if(
+        abs(difference) > _MAX_CLOCK_DIFFERENCE_S,
+        "clock",
+        f"the clock of Redis is {abs(difference):.3f} s {'ahead' if difference >= 0 else 'behind'}",
+        "leases and deadlines follow the clock of Redis, and logs that of this machine; synchronize both with NTP",
+    )
 
 
-def _clock(difference: float) -> Finding:
-    seen = f"the clock of Redis is {abs(difference):.3f} s {'ahead' if difference >= 0 else 'behind'}"
-    if abs(difference) > _MAX_CLOCK_DIFFERENCE_S:
-        return warning(
-            "clock",
-            seen,
-            "leases and deadlines follow the clock of Redis, and logs that of this machine; synchronize both with NTP",
-        )
-    return ok("clock", seen)
-
-
-def _permissions(denied: Sequence[str]) -> Finding:
-    if denied:
-        return error(
-            "permissions",
-            "; ".join(denied),
-            "give the user the rules that python -m rollout_api.protocol.access_rules prints; if it is the user of one "
-            "job alone, examine that job's keys with --uid, and its history with the job's manifest",
-        )
-    return ok("permissions", "the user may run the commands of a job on its keys")
-
-
-def _certificate(expiry: datetime, now: datetime) -> Finding:
-    seen = f"valid until {expiry:%Y-%m-%d %H:%M} UTC"
+def _check_certificate(expiry: datetime, now: datetime) -> Finding:
     days = (expiry - now).total_seconds() / 86_400
-    if days < _MIN_CERTIFICATE_DAYS:
-        return warning(
-            "TLS certificate", seen, f"it expires in {days:.0f} days, and connections fail from then on; renew it"
-        )
-    return ok("TLS certificate", seen)
+    return warning_if(
+        days < _MIN_CERTIFICATE_DAYS,
+        "TLS certificate",
+        f"valid until {expiry:%Y-%m-%d %H:%M} UTC",
+        f"it expires in {days:.0f} days, and connections fail from then on; renew it",
+    )
 
 
 _PINGS = 300
@@ -345,7 +329,7 @@ def _denied(client: Any, key: str) -> Iterator[str]:
             denied.setdefault(str(failure), str(command[0]))
         except redis.ResponseError as failure:
             if is_out_of_memory(failure) or isinstance(failure, redis.exceptions.ReadOnlyError):
-                break  # nobody may write; the memory and the role of the server are judged on their own
+                break  # nobody may write; the memory and the role of the server are checked on their own
             # Without the permission to write, a stream and its group do not exist.
             if not denied:
                 raise

@@ -33,6 +33,8 @@ RECORDING_FILE = "recording.json.gz"
 """Name of the file in a state directory with the recording of its job, for making reports."""
 _MANIFEST_FILE = "manifest.json"
 REDIS_FILE = "redis-server.json"
+_NEW_JOB = "remove it to start a new job (the history is kept)"
+_NEW_FILE = "run the job again, which writes the file anew"
 
 
 class StateError(RuntimeError):
@@ -83,27 +85,52 @@ def log_directory(directory: Path) -> Path:
     return directory / "logs"
 
 
-class RecordedJob(NamedTuple):
+def _read(path: Path, advice: str) -> dict[str, Any] | None:
+    """Return the content of a file of the state directory; None if there is no such file.
+
+    Raises:
+        StateError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}; {advice}") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise StateError(f"cannot read {path}; {advice}")
+    return content
+
+
+def _write(path: Path, content: Any) -> None:
+    """Replace a file, which only its owner can read, because it may contain a password of Redis."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.touch(mode=0o600)
+    temporary.write_text(json.dumps(content, indent=1))
+    temporary.replace(path)
+
+
+class LastJob(NamedTuple):
     """What a state file says about the last job."""
 
     uid: str
     finished: bool
 
 
-def recorded_job(directory: Path) -> RecordedJob | None:
+def last_job(directory: Path) -> LastJob | None:
     """Return the last job whose state is in *directory*; None if there was none.
 
     Raises:
         StateError: if the state file cannot be read.
     """
     path = directory / "job.json"
+    content = _read(path, _NEW_JOB)
     try:
-        content = json.loads(path.read_text())
-        return RecordedJob(content["uid"], content["finished"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise StateError(f"cannot read {path}; remove it to start a new job (the history is kept)") from None
+        return None if content is None else LastJob(content["uid"], content["finished"])
+    except KeyError:
+        raise StateError(f"cannot read {path}; {_NEW_JOB}") from None
 
 
 class JobState:
@@ -123,10 +150,7 @@ class JobState:
     def open(cls, path: Path, job: RolloutJob, notify: Callable[[str], None]) -> JobState:
         """Continue the unfinished job in *path* if its manifest asks for the same rollouts; otherwise start a new job.
 
-        Args:
-            path: the state file, which need not exist.
-            job: the manifest.
-            notify: receives a message for the user when an unfinished job is abandoned.
+        The file need not exist. *notify* receives a message for the user when an unfinished job is abandoned.
 
         Raises:
             StateError: if the file cannot be read.
@@ -134,9 +158,8 @@ class JobState:
         spec = job.spec.model_dump_json(include={"source", "model", "sampling", "history"})
         digest = hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()
         previous: list[dict[str, str]] = []
-        if path.is_file():
+        if (known := _read(path, _NEW_JOB)) is not None:
             try:
-                known = json.loads(path.read_text())
                 if not known["finished"] and known["digest"] == digest:
                     return cls(path, known, resumed=True)
                 previous = [*known["previous"], {"uid": known["uid"], "history": known["history"]}]
@@ -145,8 +168,8 @@ class JobState:
                         f"The manifest has changed: abandoning job {known['uid']}. "
                         "Its finished rollouts stay in its history."
                     )
-            except (ValueError, KeyError, TypeError):
-                raise StateError(f"cannot read {path}; remove it to start a new job (the history is kept)") from None
+            except (KeyError, TypeError):
+                raise StateError(f"cannot read {path}; {_NEW_JOB}") from None
         content = {
             "uid": str(uuid.uuid4()),
             "digest": digest,
@@ -177,64 +200,44 @@ class JobState:
         self._save()
 
     def _save(self) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._content, indent=1))
-        temporary.replace(self._path)
+        _write(self._path, self._content)
 
 
-def record_manifest(directory: Path, job: RolloutJob) -> None:
-    """Write the manifest to a file that only its owner can read, because it may contain a password of Redis."""
-    temporary = directory / f"{_MANIFEST_FILE}.tmp"
-    temporary.touch(mode=0o600)
-    temporary.write_text(json.dumps(job.model_dump(mode="json", by_alias=True), indent=1))
-    temporary.replace(directory / _MANIFEST_FILE)
+def save_manifest(directory: Path, job: RolloutJob) -> None:
+    """Write the manifest with which a job is run to its state directory."""
+    _write(directory / _MANIFEST_FILE, job.model_dump(mode="json", by_alias=True))
 
 
-def read_recorded_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of the last run of the job in *directory*; None if none was recorded.
+def last_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of the last run of the job in *directory*; None if the job has not run there.
 
     Raises:
         StateError: if the file cannot be read.
     """
-    path = directory / _MANIFEST_FILE
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StateError(f"cannot read {path}: {error}") from None
-    return manifest
+    return _read(directory / _MANIFEST_FILE, _NEW_FILE)
 
 
 @dataclass(frozen=True)
-class RecordedRedis:
-    """The Redis server of a job."""
+class LastRedis:
+    """The Redis server of a job, as its state directory knows it."""
 
     url: str
     embedded: bool
     """Whether ``rollout run`` has started the server, which then ends with it."""
 
+    def save(self, directory: Path) -> None:
+        """Write it to the state directory of the job."""
+        _write(directory / REDIS_FILE, asdict(self))
 
-def record_redis(directory: Path, server: RecordedRedis) -> None:
-    """Write the server of the job in *directory* to a file that only its owner can read, because of the password."""
-    temporary = directory / f"{REDIS_FILE}.tmp"
-    temporary.touch(mode=0o600)
-    temporary.write_text(json.dumps(asdict(server)))
-    temporary.replace(directory / REDIS_FILE)
+    @classmethod
+    def read(cls, directory: Path) -> LastRedis | None:
+        """Return the last server of the job in *directory*; None if the job has not run there.
 
-
-def read_recorded_redis(directory: Path) -> RecordedRedis | None:
-    """Return the last server of the job in *directory*; None if the job has not run there.
-
-    Raises:
-        StateError: if the file cannot be read.
-    """
-    path = directory / REDIS_FILE
-    try:
-        return RecordedRedis(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError):
-        raise StateError(f"cannot read {path}; run the job again, which writes the file anew") from None
+        Raises:
+            StateError: if the file cannot be read.
+        """
+        content = _read(directory / REDIS_FILE, _NEW_FILE)
+        try:
+            return None if content is None else cls(**content)
+        except TypeError:
+            raise StateError(f"cannot read {directory / REDIS_FILE}; {_NEW_FILE}") from None

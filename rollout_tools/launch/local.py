@@ -40,11 +40,10 @@ from rollout_tools.launch.job_state import (
     REDIS_FILE,
     DeadlineError,
     JobState,
-    RecordedRedis,
+    LastRedis,
     lock_state_directory,
     log_directory,
-    record_manifest,
-    record_redis,
+    save_manifest,
 )
 from rollout_tools.report.reading import NothingToReportError, read_recording
 from rollout_tools.report.recording import save_recording
@@ -95,11 +94,8 @@ async def run_local(
 ) -> JobReport | None:
     """Run *job* to its end. A job that was interrupted continues.
 
-    Args:
-        job: the manifest.
-        options: the user's options.
-        notify: receives messages for the user.
-        watch: runs concurrently with a dataset job to show its progress; cancelled at the end.
+    *notify* receives messages for the user. *watch* runs concurrently with a dataset job to show its progress, and is
+    cancelled at the end.
 
     Returns:
         The report of a dataset job; None for a job that served trainers.
@@ -135,7 +131,7 @@ async def run_local(
                 if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history
                     options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
-            record_manifest(directory, job)
+            save_manifest(directory, job)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
                 uid=state.uid,
@@ -159,7 +155,7 @@ async def run_local(
                     notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
                 setup.open_history()
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
-                with recorded(setup, directory, tokenizer, {} if dataset is None else dataset.prompts(), notify):
+                with saved_recording(setup, directory, tokenizer, {} if dataset is None else dataset.prompts(), notify):
                     report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
             except JobEndedError as error:
@@ -196,12 +192,18 @@ async def _run_on_ray(
             try:
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
                 notify(f"Ready after {time.monotonic() - started:.0f} s.")
-                work: Coroutine[Any, Any, JobReport | None] = (
-                    _serve(setup, services, server, notify)
-                    if dataset is None
-                    else _sample(setup, dataset, server, services, finished, options.baselines, watch)
-                )
-                limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
+
+                async def sample_or_serve() -> JobReport | None:
+                    if dataset is None:
+                        return await _serve(setup, services, server, notify)
+                    report = await run_dataset(
+                        setup, dataset, server, finished_before=finished, baselines=options.baselines, watch=watch
+                    )
+                    # The dataset has closed the job, which the coordinator has to record.
+                    await services.wait_ended(_CLOSE_TIMEOUT_S)
+                    return report
+
+                limited = _until_deadline(sample_or_serve(), job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
             finally:
                 # Before the processes that Ray has left behind are killed.
@@ -257,21 +259,6 @@ async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | No
         )
     finally:
         await cancel_and_wait(task)
-
-
-async def _sample(
-    setup: JobSetup,
-    dataset: Dataset,
-    server: redis.Redis,
-    services: JobServices,
-    finished: int,
-    baselines: Sequence[EpochMode],
-    watch: Callable[[DatasetTrainer], Awaitable[None]],
-) -> JobReport:
-    """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
-    report = await run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-    await services.wait_ended(_CLOSE_TIMEOUT_S)
-    return report
 
 
 async def _serve(
@@ -382,7 +369,7 @@ def _redis_url(
     """Provide the URL of the job's Redis; start an embedded server if neither options nor manifest name one."""
     url = options.redis_url or job.spec.redis.url
     if url:
-        record_redis(directory, RecordedRedis(url, embedded=False))
+        LastRedis(url, embedded=False).save(directory)
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
@@ -392,14 +379,14 @@ def _redis_url(
     )
     try:
         url = server.start()
-        record_redis(directory, RecordedRedis(url, embedded=True))
+        LastRedis(url, embedded=True).save(directory)
         yield url
     finally:
         server.stop()
 
 
 @contextmanager
-def recorded(
+def saved_recording(
     setup: JobSetup,
     directory: Path,
     tokenizer: Any,
@@ -408,50 +395,38 @@ def recorded(
 ) -> Iterator[None]:
     """Save the recording of a job to *directory* at the end of the context, unless Redis has failed in it.
 
-    Args:
-        setup: the job.
-        directory: its state directory.
-        tokenizer: the tokenizer of its model.
-        prompts: token ids of the prompts by problem, as far as they are known.
-        notify: receives a message for the user if the recording cannot be saved.
+    *prompts* are token ids by problem, as far as they are known. *notify* receives a message for the user if the
+    recording cannot be saved.
     """
+    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
+
+    def save() -> None:
+        reading = read_recording(
+            setup.redis_url,
+            setup.uid,
+            name=name,
+            history_url=setup.history_url,
+            tokenizer_of=lambda _: tokenizer,
+            prompts=prompts,
+        )
+        try:
+            # In an event loop of its own, because that of the job may be about to be cancelled again.
+            with ThreadPoolExecutor(1) as executor:
+                recording = executor.submit(asyncio.run, reading).result()
+            save_recording(recording, directory / RECORDING_FILE)
+        except NothingToReportError:
+            return
+        except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
+            is_expected = isinstance(error, redis.RedisError | RedisUnusableError | OSError)
+            logger.warning("Cannot record job %s", name, exc_info=not is_expected)
+            notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")
+
+    has_redis = True
     try:
         yield
     except redis.RedisError:
+        has_redis = False
         raise
-    except BaseException:
-        _save_recording(setup, directory, tokenizer, prompts, notify)
-        raise
-    _save_recording(setup, directory, tokenizer, prompts, notify)
-
-
-def _save_recording(
-    setup: JobSetup,
-    directory: Path,
-    tokenizer: Any,
-    prompts: Mapping[str, Sequence[int]],
-    notify: Callable[[str], None],
-) -> None:
-    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
-    reading = read_recording(
-        setup.redis_url,
-        setup.uid,
-        name=name,
-        history_url=setup.history_url,
-        tokenizer_of=lambda _: tokenizer,
-        prompts=prompts,
-    )
-    try:
-        # In an event loop of its own, because that of the job may be about to be cancelled again.
-        with ThreadPoolExecutor(1) as executor:
-            recording = executor.submit(asyncio.run, reading).result()
-        save_recording(recording, directory / RECORDING_FILE)
-    except NothingToReportError:
-        return
-    except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
-        logger.warning(
-            "Cannot record job %s",
-            name,
-            exc_info=not isinstance(error, redis.RedisError | RedisUnusableError | OSError),
-        )
-        notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")
+    finally:
+        if has_redis:
+            save()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -75,7 +75,9 @@ def engine_times(measurements: Sequence[Measurement], ended: Sequence[EndedRollo
     modes: defaultdict[str, set[str]] = defaultdict(set)
     for rollout in ended:
         modes[rollout.engine_name].add(rollout.draft_mode)
-    waiting, running = _Activity(ended, _waiting_time), _Activity(ended, _running_time)
+    started = [rollout for rollout in ended if rollout.started_at]
+    waiting = _Activity((one.draft_mode, one.arrived_at, one.started_at) for one in started)
+    running = _Activity((one.draft_mode, one.started_at, one.finished_at) for one in started)
     times: defaultdict[str, EngineTime] = defaultdict(EngineTime)
     for before, after in pairwise(measurements):
         earlier = {engine.name: engine for engine in before.engines}
@@ -121,14 +123,12 @@ def _add_measured(time: EngineTime, before: EngineMeasurement, after: EngineMeas
 class _Activity:
     """Whether there were rollouts in some state at a moment, by their draft mode."""
 
-    def __init__(
-        self, ended: Iterable[EndedRollout], time_of: Callable[[EndedRollout], tuple[float, float] | None]
-    ) -> None:
+    def __init__(self, times: Iterable[tuple[str, float, float]]) -> None:
+        """Count rollouts, each of which has a draft mode and was in the state from one Unix time to another."""
         intervals: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for rollout in ended:
-            interval = time_of(rollout)
-            if interval is not None and interval[0] < interval[1]:
-                intervals[rollout.draft_mode].append(interval)
+        for mode, start, end in times:
+            if start < end:
+                intervals[mode].append((start, end))
         self._counts = {mode: running_counts(of_mode) for mode, of_mode in intervals.items()}
 
     def at(self, time: float, modes: Iterable[str]) -> bool:
@@ -141,32 +141,14 @@ class _Activity:
         return counts[index - 1].count if index else 0
 
 
-def _waiting_time(rollout: EndedRollout) -> tuple[float, float] | None:
-    return (rollout.arrived_at, rollout.started_at) if rollout.started_at else None
+@dataclass(frozen=True)
+class EngineHistory:
+    """One engine over time."""
 
-
-def _running_time(rollout: EndedRollout) -> tuple[float, float] | None:
-    return (rollout.started_at, rollout.finished_at) if rollout.started_at else None
-
-
-class EngineHistory(NamedTuple):
-    """One engine over time; all lists but the last two have an entry for each measurement of the engine."""
-
-    times: list[float]
-    """Unix times."""
-    disabled: list[bool]
-    """Whether drafting was disabled."""
-    stops: list[float]
-    """How often drafting has been disabled so far."""
-    trial_tokens: list[float]
-    """Tokens of trials so far."""
-    base_ms: list[float]
-    """Constant part of a verification step, by the cost model, in milliseconds."""
-    token_ms: list[float]
-    """Time per verified token, by the cost model, in milliseconds."""
-    saved_times: list[float]
-    saved: list[float]
-    """Share of the decoding time that drafting has saved up to each of these times since the one before."""
+    measured: list[tuple[float, EngineMeasurement]] = field(default_factory=list)
+    """Unix times, and what was measured."""
+    saved: list[tuple[float, float]] = field(default_factory=list)
+    """Unix times, and the share of the decoding time that drafting has saved up to each since the one before."""
 
 
 _MAX_POINTS = 600
@@ -175,22 +157,15 @@ _MAX_POINTS = 600
 
 def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHistory]:
     """Return the decisions on each engine, by its name, at a limited number of times."""
-    histories: dict[str, EngineHistory] = {}
+    histories: defaultdict[str, EngineHistory] = defaultdict(EngineHistory)
     measurements = measurements[:: -(-len(measurements) // _MAX_POINTS) or 1]
     for measurement in measurements:
         for engine in measurement.engines:
-            history = histories.setdefault(engine.name, EngineHistory([], [], [], [], [], [], [], []))
-            history.times.append(measurement.time)
-            history.disabled.append(engine.drafting_disabled > 0)
-            history.stops.append(engine.drafting_stops)
-            history.trial_tokens.append(engine.trial_tokens)
-            history.base_ms.append(engine.cost_base_seconds * 1e3)
-            history.token_ms.append(engine.cost_token_seconds * 1e3)
+            histories[engine.name].measured.append((measurement.time, engine))
     for name, parts in timed_steps(measurements).items():
         for steps in parts:
-            histories[name].saved_times.append(steps.end)
-            without = steps.without_drafts
-            histories[name].saved.append(1 - steps.seconds / without if without > 0 else 0.0)
+            share = 1 - steps.seconds / steps.without_drafts if steps.without_drafts > 0 else 0.0
+            histories[name].saved.append((steps.end, share))
     return dict(sorted(histories.items()))
 
 
@@ -198,15 +173,13 @@ def disabled_spans(history: EngineHistory) -> list[tuple[float, float]]:
     """Return the times while drafting was disabled, each up to the first measurement with drafting."""
     spans: list[tuple[float, float]] = []
     begin: float | None = None
-    for time, disabled in zip(history.times, history.disabled, strict=True):
-        if disabled and begin is None:
-            begin = time
-        elif not disabled and begin is not None:
+    for time, engine in history.measured:
+        if engine.drafting_disabled:
+            begin = time if begin is None else begin
+        elif begin is not None:
             spans.append((begin, time))
             begin = None
-    if begin is not None:
-        spans.append((begin, history.times[-1]))
-    return spans
+    return spans if begin is None else [*spans, (begin, history.measured[-1][0])]
 
 
 _MAX_LEGEND = 4
@@ -254,8 +227,8 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
     traces = [
         line(
             escaped(engine),
-            [(time - start) / scale for time in (history.times[0], *history.saved_times)],
-            [history.saved[0], *history.saved],
+            [(time - start) / scale for time in (history.measured[0][0], *(time for time, _ in history.saved))],
+            [share for _, share in (history.saved[0], *history.saved)],
             "%{y:.0%} saved on %{fullData.name}<extra></extra>",
             color=_color(index),
             width=1.5,
@@ -295,10 +268,12 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
 
 def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
     """How often drafting was disabled so far, and how many tokens were drafted in trials."""
-    series = {
-        engine: (history.times, ("stops", history.stops, ",", ""), ("trial tokens", history.trial_tokens, ",", ""))
-        for engine, history in histories.items()
-    }
+    series = {}
+    for name, history in histories.items():
+        times = [time for time, _ in history.measured]
+        stops = [one.drafting_stops for _, one in history.measured]
+        tokens = [one.trial_tokens for _, one in history.measured]
+        series[name] = (times, ("stops", stops, ",", ""), ("trial tokens", tokens, ",", ""))
     titles = ("stops so far", "trial tokens so far")
     return _two_lines_each(series, start, _duration(histories, start), titles, shape="hv")
 
@@ -306,13 +281,12 @@ def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go
 def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
     """The cost model of each engine: the constant part of a step, and the time per verified token."""
     series = {}
-    for engine, history in histories.items():
-        known = [index for index, base in enumerate(history.base_ms) if base > 0]
-        times, bases, tokens = (
-            [values[index] for index in known] for values in (history.times, history.base_ms, history.token_ms)
-        )
-        if known:
-            series[engine] = (times, ("step", bases, ".3f", " ms"), ("token", tokens, ".3f", " ms"))
+    for name, history in histories.items():
+        if known := [(time, one) for time, one in history.measured if one.cost_base_seconds > 0]:
+            steps = [one.cost_base_seconds * 1e3 for _, one in known]
+            tokens = [one.cost_token_seconds * 1e3 for _, one in known]
+            times = [time for time, _ in known]
+            series[name] = (times, ("step", steps, ".3f", " ms"), ("token", tokens, ".3f", " ms"))
     return _two_lines_each(series, start, _duration(histories, start), ("ms per step", "ms per token"))
 
 
@@ -329,12 +303,7 @@ def _two_lines_each(
 ) -> go.Figure:
     """Return a solid line at the left axis and a dotted one at the right axis for each engine.
 
-    Args:
-        series: engine → Unix times, and the values of both lines.
-        start: Unix time from which the time axis counts.
-        seconds: its length.
-        titles: titles of the left and the right axis.
-        settings: those of the lines.
+    *series* has the Unix times and the values of both lines by engine. The time axis counts *seconds* from *start* on.
     """
     scale, unit = time_unit(seconds)
     traces = []
@@ -366,7 +335,7 @@ def _two_lines_each(
 
 
 def _duration(histories: Mapping[str, EngineHistory], start: float) -> float:
-    return max((history.times[-1] - start for history in histories.values()), default=0.0)
+    return max((history.measured[-1][0] - start for history in histories.values()), default=0.0)
 
 
 def _color(index: int) -> str:

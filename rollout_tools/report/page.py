@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jinja2
 import plotly.graph_objects as go
@@ -16,14 +16,6 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from rollout_api.protocol.history_encoding import DRAFT_SOURCES
-from rollout_tools.report.acceptance import (
-    acceptance_by_age,
-    acceptance_by_position,
-    accepted_by_source,
-    accepted_by_step,
-    by_age,
-    by_position,
-)
 from rollout_tools.report.engines import (
     cost_over_time,
     engine_histories,
@@ -32,8 +24,18 @@ from rollout_tools.report.engines import (
     time_by_engine,
     trials_over_time,
 )
-from rollout_tools.report.lengths import calibration_plot, lengths_by_step, lengths_of_problem
-from rollout_tools.report.recording import JobRecording, ViewedProblem, ViewedRollout, choose_problems
+from rollout_tools.report.recording import JobRecording, choose_problems
+from rollout_tools.report.rollout_plots import (
+    acceptance_by_age,
+    acceptance_by_position,
+    accepted_by_source,
+    accepted_by_step,
+    by_age,
+    by_position,
+    calibration_plot,
+    lengths_by_step,
+    lengths_of_problem,
+)
 from rollout_tools.report.step_plots import (
     MAX_BARS,
     drawn_note,
@@ -69,79 +71,42 @@ def render_page(recording: JobRecording) -> str:
         findings=findings(recording, summary),
         sections=sections,
         sources=sources,
-        figures=_figures(sections),
-        problems=[_problem(problem) for problem in recording.problems],
+        figures={
+            plot.name: [variant.figure.to_plotly_json() for variant in plot.variants]
+            for section in sections
+            for plot in section.plots
+        },
+        problems=[asdict(problem) for problem in recording.problems],
         plotly=get_plotlyjs(),
     )
-
-
-def _figures(sections: Sequence[Section]) -> dict[str, list[Any]]:
-    return {
-        plot.name: [variant.figure.to_plotly_json() for variant in plot.variants]
-        for section in sections
-        for plot in section.plots
-    }
-
-
-def _problem(problem: ViewedProblem) -> dict[str, Any]:
-    return {
-        "id": problem.problem_id,
-        "prompt": problem.prompt,
-        "omitted": problem.num_omitted,
-        "rollouts": [_rollout(rollout) for rollout in problem.rollouts],
-    }
-
-
-def _rollout(rollout: ViewedRollout) -> dict[str, Any]:
-    return {
-        "id": rollout.rollout_id,
-        "version": rollout.weight_version,
-        "generation": rollout.generation,
-        "reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "length": rollout.num_tokens,
-        "tokens": rollout.tokens,
-        "sources": rollout.sources,
-    }
 
 
 def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
     """Return the figures at the top: value, label, and what it means."""
     unit = "epochs" if recording.is_dataset else "steps"
     tiles = [
-        {
-            "value": _duration(summary.seconds),
-            "label": "makespan",
-            "text": f"all {summary.num_steps:,} {unit}, {summary.num_rollouts:,} rollouts",
-        },
-        {
-            "value": f"{summary.tokens_per_second:,.0f}",
-            "label": "tokens/s",
-            "text": f"{summary.num_tokens:,} response tokens",
-        },
-        {
-            "value": f"{summary.accepted_per_step:.2f}",
-            "label": "accepted per step",
-            "text": f"so rollouts take {1 / (1 + summary.accepted_per_step):.0%} of the decoding steps",
-        },
+        (
+            _duration(summary.seconds),
+            "makespan",
+            f"all {summary.num_steps:,} {unit}, {summary.num_rollouts:,} rollouts",
+        ),
+        (f"{summary.tokens_per_second:,.0f}", "tokens/s", f"{summary.num_tokens:,} response tokens"),
+        (
+            f"{summary.accepted_per_step:.2f}",
+            "accepted per step",
+            f"so rollouts take {1 / (1 + summary.accepted_per_step):.0%} of the decoding steps",
+        ),
     ]
-    if summary.measured_saving is not None:
-        tiles.append(_saving(summary.measured_saving, "measured", "against the same rollouts without drafts"))
-    if summary.estimated_saving is not None:
-        tiles.append(_saving(summary.estimated_saving, "estimated", "by the engines' cost models"))
-    tiles.append(
-        {
-            "value": f"{summary.tail:.0%}",
-            "label": "tail",
-            "text": "share of the makespan, at its end, in which fewer than half as many rollouts ran as at the peak",
-        }
-    )
-    return tiles
-
-
-def _saving(share: float, how: str, text: str) -> dict[str, str]:
-    change = "saved" if round(share, 2) >= 0 else "lost"
-    return {"value": f"{abs(share):.0%}", "label": f"{change}, {how}", "text": text}
+    for share, how, text in (
+        (summary.measured_saving, "measured", "against the same rollouts without drafts"),
+        (summary.estimated_saving, "estimated", "by the engines' cost models"),
+    ):
+        if share is not None:
+            change = "saved" if round(share, 2) >= 0 else "lost"
+            tiles.append((f"{abs(share):.0%}", f"{change}, {how}", text))
+    text = "share of the makespan, at its end, in which fewer than half as many rollouts ran as at the peak"
+    tiles.append((f"{summary.tail:.0%}", "tail", text))
+    return [dict(zip(("value", "label", "text"), tile, strict=True)) for tile in tiles]
 
 
 def _duration(seconds: float) -> str:
@@ -188,10 +153,10 @@ class ReportSections:
         """Return all sections that have something to show."""
         sections = [
             Section("time", "Makespan and tail", [self._makespans(), self._running(), self._gantt()]),
-            Section("acceptance", "Accepted draft tokens", self._acceptance()),
-            Section("lengths", "Lengths", self._lengths()),
-            Section("training", "Rewards and staleness", self._training()),
-            Section("engines", "Engines", self._engines()),
+            Section("acceptance", "Accepted draft tokens", list(self._acceptance())),
+            Section("lengths", "Lengths", list(self._lengths())),
+            Section("training", "Rewards and staleness", list(self._training())),
+            Section("engines", "Engines", list(self._engines())),
         ]
         return [section for section in sections if section.plots]
 
@@ -234,145 +199,127 @@ class ReportSections:
             initial=len(steps) - 1,
         )
 
-    def _acceptance(self) -> list[Plot]:
-        plots = [
-            self._single(
-                "accepted-by-step",
-                f"By {self._unit}",
-                f"Each decoding step yields one token plus this number of accepted draft tokens. It usually rises as "
-                f"the history grows from {self._unit} to {self._unit}.",
-                lambda: accepted_by_step(self._comparisons, self._unit),
-                shown=True,
-            ),
-            self._single(
+    def _acceptance(self) -> Iterator[Plot]:
+        yield _single(
+            "accepted-by-step",
+            f"By {self._unit}",
+            f"Each decoding step yields one token plus this number of accepted draft tokens. It usually rises as the "
+            f"history grows from {self._unit} to {self._unit}.",
+            accepted_by_step(self._comparisons, self._unit),
+        )
+        if any(one.rollout.draft_tokens_by_source for step in self._steps for one in step.scored):
+            yield _single(
                 "accepted-by-source",
                 "By source",
                 "Where the accepted draft tokens came from: the problem's history, the rollout's own text, its "
                 "siblings, or the cross-problem pool.",
-                lambda: accepted_by_source(self._steps, self._unit),
-                shown=any(one.rollout.draft_tokens_by_source for step in self._steps for one in step.scored),
-            ),
-            self._single(
+                accepted_by_source(self._steps, self._unit),
+            )
+        if self._recording.positions:
+            yield _single(
                 "acceptance-by-position",
                 "By position in the draft",
                 "Later positions are reached less often; the draft policy ends a draft where the next token no longer "
                 "pays. Counted since the engines started, over all draft modes.",
-                lambda: acceptance_by_position(by_position(self._recording.positions)),
-                shown=bool(self._recording.positions),
-            ),
-            self._single(
+                acceptance_by_position(by_position(self._recording.positions)),
+            )
+        if self._recording.acceptance_by_age:
+            yield _single(
                 "acceptance-by-age",
                 "By age of the history",
                 "Drafts from rollouts of older policies are accepted less often if the policy changes quickly. Counted "
                 "for all jobs that share the history; older counts have less weight.",
-                lambda: acceptance_by_age(by_age(self._recording.acceptance_by_age)),
-                shown=bool(self._recording.acceptance_by_age),
-            ),
-        ]
-        return [plot for plot in plots if plot is not None]
+                acceptance_by_age(by_age(self._recording.acceptance_by_age)),
+            )
 
-    def _lengths(self) -> list[Plot]:
+    def _lengths(self) -> Iterator[Plot]:
         lengths = self._recording.lengths
-        problems = choose_problems(lengths, _MAX_PROBLEMS)
-        plots = [
-            self._single(
-                "lengths-by-step",
-                f"By {self._unit}",
-                f"Quantiles of the lengths of each {self._unit}'s rollouts. The longest rollouts decide the makespan.",
-                lambda: lengths_by_step(self._steps, self._unit),
-                shown=True,
-            ),
-            self._single(
+        yield _single(
+            "lengths-by-step",
+            f"By {self._unit}",
+            f"Quantiles of the lengths of each {self._unit}'s rollouts. The longest rollouts decide the makespan.",
+            lengths_by_step(self._steps, self._unit),
+        )
+        if any(len({entry.generation for entry in entries}) > 1 for entries in lengths.values()):
+            yield _single(
                 "calibration",
                 "Calibration of predicted lengths",
                 "Quantiles predicted from earlier generations of a problem, compared with the share of its rollouts "
                 "that stayed below. Points above the diagonal mean that rollouts were shorter than predicted.",
-                lambda: calibration_plot(lengths),
-                shown=any(len({entry.generation for entry in entries}) > 1 for entries in lengths.values()),
-            ),
-        ]
-        found = [plot for plot in plots if plot is not None]
-        if problems:
-            found.append(
-                Plot(
-                    "lengths-of-problem",
-                    "By problem",
-                    "Each point is a rollout. The orange lines are quantiles that the earlier generations of the same "
-                    "problem had predicted; a missing line is beyond all observed lengths.",
-                    [Variant(problem, lengths_of_problem(lengths[problem])) for problem in problems],
-                    choice="problem",
-                )
+                calibration_plot(lengths),
             )
-        return found
+        if problems := choose_problems(lengths, _MAX_PROBLEMS):
+            yield Plot(
+                "lengths-of-problem",
+                "By problem",
+                "Each point is a rollout. The orange lines are quantiles that the earlier generations of the same "
+                "problem had predicted; a missing line is beyond all observed lengths.",
+                [Variant(problem, lengths_of_problem(lengths[problem])) for problem in problems],
+                choice="problem",
+            )
 
-    def _training(self) -> list[Plot]:
-        rewards = [(step.number, of_step) for step in self._steps if (of_step := rewards_of(step)) is not None]
-        plots = [
-            self._single(
+    def _training(self) -> Iterator[Plot]:
+        if rewards := [(step.number, of_step) for step in self._steps if (of_step := rewards_of(step)) is not None]:
+            yield _single(
                 "rewards",
                 "Rewards",
                 "Mean reward with its standard error. Groups whose rewards are all equal have no gradient in GRPO.",
-                lambda: rewards_by_step(rewards, self._unit),
-                shown=bool(rewards),
-            ),
-            self._single(
+                rewards_by_step(rewards, self._unit),
+            )
+        if self._recording.measurements:
+            yield _single(
                 "staleness",
                 "Staleness",
                 "How many weight versions the oldest token of a rollout was behind the newest published version when "
                 "the rollout ended. 0 is on-policy.",
-                lambda: staleness_by_step(self._steps, self._recording.measurements, self._unit),
-                shown=bool(self._recording.measurements),
-            ),
-        ]
-        return [plot for plot in plots if plot is not None]
+                staleness_by_step(self._steps, self._recording.measurements, self._unit),
+            )
 
-    def _engines(self) -> list[Plot]:
+    def _engines(self) -> Iterator[Plot]:
         times = engine_times(self._recording.measurements, self._recording.ended)
         histories = engine_histories(self._recording.measurements)
-        drafting = {engine: history for engine, history in histories.items() if any(history.base_ms)}
-        plots = [
-            self._single(
+        drafting = {
+            engine: history
+            for engine, history in histories.items()
+            if any(one.cost_base_seconds for _, one in history.measured)
+        }
+        if any(time.total for time in times.values()):
+            yield _single(
                 "engine-time",
                 "Where the time went",
                 "Time of each engine from its first measurement to its last one, baselines included. Red is capacity "
                 "that was lost although rollouts were waiting for it.",
-                lambda: time_by_engine(times),
-                shown=any(time.total for time in times.values()),
+                time_by_engine(times),
                 wide=True,
-            ),
-            self._single(
+            )
+        if any(history.saved for history in drafting.values()):
+            yield _single(
                 "saved",
                 "What drafting saved over time",
                 "Share of the decoding time that drafting saved since the point before, by the cost model; below zero "
                 "it cost time. In shaded times, the governor had disabled drafting.",
-                lambda: saved_over_time(drafting, self._start),
-                shown=any(history.saved for history in drafting.values()),
+                saved_over_time(drafting, self._start),
                 wide=True,
-            ),
-            self._single(
+            )
+        if drafting:
+            yield _single(
                 "trials",
                 "The governor's stops and trials",
                 "How often drafting was disabled, and how many tokens were drafted only to measure whether it would "
                 "pay again.",
-                lambda: trials_over_time(drafting, self._start),
-                shown=bool(drafting),
-            ),
-            self._single(
+                trials_over_time(drafting, self._start),
+            )
+            yield _single(
                 "cost-model",
                 "The cost model",
                 "Predicted duration of a decoding step without its tokens, and the time of each further token that is "
                 "verified. Drafts are worth verifying if a token is cheap in comparison with a step.",
-                lambda: cost_over_time(drafting, self._start),
-                shown=bool(drafting),
-            ),
-        ]
-        return [plot for plot in plots if plot is not None]
+                cost_over_time(drafting, self._start),
+            )
 
-    @staticmethod
-    def _single(
-        name: str, title: str, explanation: str, build: Callable[[], go.Figure], *, shown: bool, wide: bool = False
-    ) -> Plot | None:
-        return Plot(name, title, explanation, [Variant("", build())], wide=wide) if shown else None
+
+def _single(name: str, title: str, explanation: str, figure: go.Figure, *, wide: bool = False) -> Plot:
+    return Plot(name, title, explanation, [Variant("", figure)], wide=wide)
 
 
 def _spread(items: Sequence[_Item], most: int = _MAX_STEPS) -> list[_Item]:

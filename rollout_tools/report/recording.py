@@ -5,14 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import pvariance
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
+from rollout_api.protocol.timeline import EndedRollout, Measurement
 
 
 class PastLength(NamedTuple):
@@ -131,17 +131,10 @@ def save_recording(recording: JobRecording, file: Path) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    content |= {one.name: getattr(recording, one.name) for one in fields(recording)}
-    content["ended"] = _table(EndedRollout, recording.ended)
-    content["measurements"] = [
-        _values(measurement) | {"engines": _table(EngineMeasurement, measurement.engines)}
-        for measurement in recording.measurements
-    ]
-    content["problems"] = [
-        _values(problem) | {"rollouts": [_values(rollout) for rollout in problem.rollouts]}
-        for problem in recording.problems
-    ]
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _RECORDING.dump_python(recording)
+    content["ended"] = _table(content["ended"])
+    for measurement in content["measurements"]:
+        measurement["engines"] = _table(measurement["engines"])
     temporary = file.with_name(f"{file.name}.tmp")
     try:
         with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as stream:
@@ -189,14 +182,9 @@ def load_recording(file: Path) -> JobRecording:
         raise RecordingError(f"{file} is a damaged recording ({reason}); write it again") from None
 
 
-def _values(entry: Any) -> dict[str, Any]:
-    return {one.name: getattr(entry, one.name) for one in fields(entry)}
-
-
-def _table(kind: Any, entries: Sequence[Any]) -> dict[str, Any]:
-    """Return dataclasses as rows of values with the names of the columns, which are written only once."""
-    names = [one.name for one in fields(kind)]
-    return {"columns": names, "rows": [[getattr(entry, name) for name in names] for entry in entries]}
+def _table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return entries with equal names as rows of values with the names of the columns, which are written only once."""
+    return {"columns": list(entries[0]) if entries else [], "rows": [list(entry.values()) for entry in entries]}
 
 
 def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:

@@ -202,9 +202,7 @@ class EngineRows:
 def arrange(step: Step, most: int) -> tuple[list[Bar], list[EngineRows]]:
     """Arrange the rollouts of a step in rows per engine, each in the first row that is free.
 
-    Args:
-        step: the step.
-        most: maximum number of rollouts; of more of them, those that ran the longest are returned.
+    Of more than *most* rollouts, those that ran the longest are returned.
     """
     longest = sorted(step.sampled, key=lambda one: one.started - one.rollout.finished_at)[:most]
     by_engine: defaultdict[str, list[Scored]] = defaultdict(list)

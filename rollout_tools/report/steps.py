@@ -123,11 +123,6 @@ class Step:
         accepted = sum(one.rollout.accepted_tokens for one in self.scored)
         return accepted / self.decoding_steps if self.decoding_steps else 0.0
 
-    @property
-    def cut_off_share(self) -> float:
-        """Share of the rollouts that reached ``max_tokens``."""
-        return sum(one.cut_off for one in self.scored) / len(self.scored)
-
     @cached_property
     def newest_version(self) -> int:
         """Newest weight version that sampled a token; -1 without tokens."""

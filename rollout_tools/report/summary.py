@@ -136,21 +136,13 @@ def _engine_sentences(engine: str, time: EngineTime) -> list[str]:
             f"Drafting was disabled for {time.disabled / time.busy:.0%} of the time in which {engine} had rollouts, "
             "because it did not pay."
         )
-    if time.total and time.idle_with_waiting / time.total >= _NOTABLE_SHARE:
-        sentences.append(
-            f"{engine} was idle for {_duration(time.idle_with_waiting)} ({time.idle_with_waiting / time.total:.0%} of "
-            "its time) although rollouts were waiting."
-        )
-    if time.total and time.idle_in_tail / time.total >= _NOTABLE_SHARE:
-        sentences.append(
-            f"{engine} was idle for {_duration(time.idle_in_tail)} ({time.idle_in_tail / time.total:.0%} of its time) "
-            "while other engines finished the last rollouts of a step."
-        )
-    if time.total and time.weights / time.total >= _NOTABLE_SHARE:
-        sentences.append(
-            f"{engine} paused for weight updates for {_duration(time.weights)} ({time.weights / time.total:.0%} of its "
-            "time)."
-        )
+    for seconds, start, end in (
+        (time.idle_with_waiting, "was idle for", " although rollouts were waiting"),
+        (time.idle_in_tail, "was idle for", " while other engines finished the last rollouts of a step"),
+        (time.weights, "paused for weight updates for", ""),
+    ):
+        if time.total and seconds / time.total >= _NOTABLE_SHARE:
+            sentences.append(f"{engine} {start} {_duration(seconds)} ({seconds / time.total:.0%} of its time){end}.")
     return sentences
 
 

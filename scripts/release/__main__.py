@@ -17,15 +17,19 @@ import redis
 
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from scripts.release.chart import check_chart, package_chart
-from scripts.release.distributions import Distributions, build_pure, build_wheel, check_contents, write_sbom
-from scripts.release.environments import (
+from scripts.release.distributions import (
     CLIENT_PYTHONS,
     PACKAGE_PYTHONS,
+    Distributions,
+    build_pure,
+    build_wheel,
     check_client,
+    check_contents,
     check_package,
     create_environment,
     find_python,
     install,
+    write_sbom,
 )
 from scripts.release.images import IMAGES, check_image
 from scripts.release.steps import CheckError, NotCheckedError, Report, run

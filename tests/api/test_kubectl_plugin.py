@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_operator.cluster.bundle_collector import bundle_config_map as kept_config_map
+from rollout_operator.cluster.apply import bundle_config_map as kept_config_map
 from rollout_operator.objects import names
 
 from rollout_api.bundle import Evidence, read_archive

@@ -1,4 +1,4 @@
-"""How GPUs are read from the driver's library, and judged."""
+"""How GPUs are read from the driver's library, and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollout_tools.doctor.findings import GIB, MIB, Severity
-from rollout_tools.doctor.gpus import Gpu, GpuFacts, judge_gpus, read_gpus
+from rollout_tools.doctor.gpus import Gpu, GpuFacts, check_gpus, read_gpus
 
 GPU = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -102,7 +102,7 @@ def facts(*gpus: Gpu, **more: Any) -> GpuFacts:
 
 
 def test_good_gpus_give_no_advice() -> None:
-    findings = judge_gpus(facts(GPU, GPU), wanted=2, tensor_parallel=2, torch_cuda="13.0")
+    findings = check_gpus(facts(GPU, GPU), wanted=2, tensor_parallel=2, torch_cuda="13.0")
     assert {Severity.OK} == {finding.severity for finding in findings}
     assert ["GPUs", "driver", "GPU 0", "GPU 1", "NVLink"] == [finding.check for finding in findings]
 
@@ -119,7 +119,7 @@ def test_good_gpus_give_no_advice() -> None:
     ],
 )
 def test_a_defect_of_a_gpu_is_reported(defect: dict[str, Any], severity: Severity, advice: str) -> None:
-    findings = judge_gpus(facts(replace(GPU, **defect)), wanted=1, tensor_parallel=1, torch_cuda=None)
+    findings = check_gpus(facts(replace(GPU, **defect)), wanted=1, tensor_parallel=1, torch_cuda=None)
     bad = [one for one in findings if one.severity is not Severity.OK]
     assert [("GPU 0", severity)] == [(one.check, one.severity) for one in bad]
     assert advice in bad[0].advice
@@ -129,23 +129,23 @@ def test_a_defect_of_a_gpu_is_reported(defect: dict[str, Any], severity: Severit
     ("torch_cuda", "severity"), [("12.8", Severity.OK), ("13.1", Severity.OK), ("14.0", Severity.ERROR)]
 )
 def test_the_driver_must_support_the_cuda_version_of_torch(torch_cuda: str, severity: Severity) -> None:
-    findings = judge_gpus(facts(GPU), wanted=1, tensor_parallel=1, torch_cuda=torch_cuda)
+    findings = check_gpus(facts(GPU), wanted=1, tensor_parallel=1, torch_cuda=torch_cuda)
     assert severity == next(one.severity for one in findings if one.check == "driver")
 
 
 @pytest.mark.parametrize(("wanted", "severity"), [(0, Severity.OK), (1, Severity.ERROR)])
 def test_a_machine_needs_gpus_only_if_the_manifest_asks_for_them(wanted: int, severity: Severity) -> None:
     for found in (None, facts()):
-        (finding,) = judge_gpus(found, wanted=wanted, tensor_parallel=1, torch_cuda=None)
+        (finding,) = check_gpus(found, wanted=wanted, tensor_parallel=1, torch_cuda=None)
         assert severity == finding.severity
 
 
 def test_too_few_gpus_are_an_error() -> None:
-    findings = judge_gpus(facts(GPU, GPU), wanted=4, tensor_parallel=1, torch_cuda=None)
+    findings = check_gpus(facts(GPU, GPU), wanted=4, tensor_parallel=1, torch_cuda=None)
     assert ("GPUs", Severity.ERROR) == (findings[0].check, findings[0].severity)
 
 
 def test_pairs_without_nvlink_matter_for_tensor_parallelism() -> None:
-    links = judge_gpus(facts(GPU, GPU, slow_pairs=["GPU0–GPU1"]), wanted=2, tensor_parallel=2, torch_cuda=None)[-1]
+    links = check_gpus(facts(GPU, GPU, slow_pairs=["GPU0–GPU1"]), wanted=2, tensor_parallel=2, torch_cuda=None)[-1]
     assert ("NVLink", Severity.WARNING) == (links.check, links.severity)
     assert "GPU0–GPU1" in links.seen

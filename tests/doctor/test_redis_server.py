@@ -16,7 +16,7 @@ from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.address import Kind
 from rollout_tools.doctor.findings import Finding, Severity
-from rollout_tools.doctor.redis_server import RedisFacts, judge_redis, percentile, read_redis
+from rollout_tools.doctor.redis_server import RedisFacts, check_redis, percentile, read_redis
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 
 NOW = datetime.now(UTC)
@@ -27,7 +27,7 @@ SAFE: dict[str, Any] = {"appendonly": True, "maxmemory": "200mb"}
 def examine(url: str, keys: Sequence[str] = (KEY,), *, history: bool = False) -> dict[str, Finding]:
     """Return the findings about a server, by their checks."""
     facts = read_redis(url, keys=keys, may_be_cluster=history)
-    return {finding.check: finding for finding in judge_redis(facts, holds_messages=not history, now=NOW)}
+    return {finding.check: finding for finding in check_redis(facts, holds_messages=not history, now=NOW)}
 
 
 def not_ok(findings: dict[str, Finding]) -> dict[str, Severity]:
@@ -150,7 +150,7 @@ def test_a_certificate_that_is_valid_for_long_is_good() -> None:
     facts = RedisFacts(
         "x", Kind.SERVER, info={"role": "master"}, round_trips_ms=[1], certificate_expiry=NOW + timedelta(days=15)
     )
-    assert "TLS certificate" not in not_ok({one.check: one for one in judge_redis(facts, holds_messages=True, now=NOW)})
+    assert "TLS certificate" not in not_ok({one.check: one for one in check_redis(facts, holds_messages=True, now=NOW)})
 
 
 def test_a_replica_is_an_error_and_the_sentinels_find_the_primary(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_cluster_is_for_histories_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("difference", "severity"), [(0.2, Severity.OK), (-3.0, Severity.WARNING)])
 def test_a_difference_of_the_clocks_is_reported(difference: float, severity: Severity) -> None:
     facts = RedisFacts("x", Kind.SERVER, info={"role": "master"}, round_trips_ms=[1], clock_difference_s=difference)
-    findings = {one.check: one for one in judge_redis(facts, holds_messages=True, now=NOW)}
+    findings = {one.check: one for one in check_redis(facts, holds_messages=True, now=NOW)}
     assert severity == findings["clock"].severity
 
 
@@ -183,7 +183,7 @@ def test_a_difference_of_the_clocks_is_reported(difference: float, severity: Sev
 )
 def test_slow_round_trips_are_reported(durations: list[float], severity: Severity) -> None:
     facts = RedisFacts("x", Kind.SERVER, info={"role": "master"}, round_trips_ms=durations)
-    findings = {one.check: one for one in judge_redis(facts, holds_messages=True, now=NOW)}
+    findings = {one.check: one for one in check_redis(facts, holds_messages=True, now=NOW)}
     assert severity == findings["round trips"].severity
 
 
@@ -191,7 +191,7 @@ def test_a_failed_write_to_the_disk_is_an_error() -> None:
     facts = RedisFacts("x", Kind.SERVER, info={"role": "master"}, round_trips_ms=[1])
     for field in ("aof_last_write_status", "rdb_last_bgsave_status"):
         failed = dataclasses.replace(facts, info={"role": "master", field: "err"})
-        findings = {one.check: one for one in judge_redis(failed, holds_messages=True, now=NOW)}
+        findings = {one.check: one for one in check_redis(failed, holds_messages=True, now=NOW)}
         assert Severity.ERROR == findings["persistence"].severity
 
 

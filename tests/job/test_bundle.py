@@ -20,7 +20,7 @@ from rollout_head.child_services import JobServices
 from rollout_store.job.setup import JobSetup
 from rollout_store.job.streams import add_dead_letter
 from rollout_tools.cli.main import app
-from rollout_tools.launch.job_state import RecordedRedis, record_manifest, record_redis
+from rollout_tools.launch.job_state import LastRedis, save_manifest
 from rollout_tools.report.recording import load_recording
 from tests.support.waiting import wait_for
 
@@ -66,8 +66,8 @@ def setup(redis_url: str, tmp_path: Path) -> JobSetup:
         MANIFEST, "uid-1", url, 2**30, "fingerprint", http_port=free_port(), log_directory=str(directory / "logs")
     )
     directory.mkdir(parents=True)
-    record_redis(directory, RecordedRedis(url, embedded=False))
-    record_manifest(directory, setup.job)
+    LastRedis(url, embedded=False).save(directory)
+    save_manifest(directory, setup.job)
     (directory / "job.json").write_text('{"uid": "uid-1", "finished": false}')
     return setup
 
@@ -155,7 +155,7 @@ def test_a_job_whose_redis_is_gone_still_has_logs_and_a_manifest(
 ) -> None:
     services.stop()
     url = f"redis://planted:{ENCODED_PASSWORD}@127.0.0.1:{free_port()}/0"
-    record_redis(job / "default" / "math", RecordedRedis(url, embedded=True))
+    LastRedis(url, embedded=True).save(job / "default" / "math")
     archive = job / "out.tar.gz"
     collected = bundle("math", "--state-dir", job, "-o", archive)
     assert 0 == collected.exit_code, collected.output

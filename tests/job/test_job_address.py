@@ -14,7 +14,7 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.connection import RedisUnusableError
 from rollout_tools.cli.job_address import FoundJob, JobAddressError, find_job
-from rollout_tools.launch.job_state import RecordedRedis, record_redis
+from rollout_tools.launch.job_state import LastRedis
 
 
 def publish(redis_url: str, name: str, uid: str) -> None:
@@ -24,12 +24,12 @@ def publish(redis_url: str, name: str, uid: str) -> None:
     client.set(job_uid_key(name), uid)
 
 
-def run_locally(state: Path, name: str, uid: str, server: RecordedRedis, *, finished: bool = False) -> Path:
+def run_locally(state: Path, name: str, uid: str, server: LastRedis, *, finished: bool = False) -> Path:
     """Leave in a state directory what `rollout run` leaves there."""
     directory = state / name
     directory.mkdir(parents=True)
     (directory / "job.json").write_text(json.dumps({"uid": uid, "finished": finished}))
-    record_redis(directory, server)
+    server.save(directory)
     return directory
 
 
@@ -85,18 +85,18 @@ def test_a_manifest_names_the_job_and_its_redis(tmp_path: Path, redis_url: str) 
 
 def test_the_only_job_of_a_state_directory_needs_no_name(tmp_path: Path, redis_url: str) -> None:
     publish(redis_url, "default/math", "u1")
-    directory = run_locally(tmp_path, "default/math", "u1", RecordedRedis(redis_url, embedded=False))
+    directory = run_locally(tmp_path, "default/math", "u1", LastRedis(redis_url, embedded=False))
     assert FoundJob("default/math", "u1", redis_url, directory) == find_job(None, state=tmp_path)
     assert 0o600 == (directory / "redis-server.json").stat().st_mode & 0o777
 
-    run_locally(tmp_path, "default/code", "u2", RecordedRedis(redis_url, embedded=False))
+    run_locally(tmp_path, "default/code", "u2", LastRedis(redis_url, embedded=False))
     with pytest.raises(JobAddressError, match="default/code, default/math; name one"):
         find_job(None, state=tmp_path)
 
 
 def test_a_given_redis_takes_precedence_over_a_local_job_of_the_same_name(tmp_path: Path, redis_url: str) -> None:
     publish(redis_url, "default/math", "u1")
-    run_locally(tmp_path, "default/math", "u2", RecordedRedis("redis://127.0.0.1:1/0", embedded=True))
+    run_locally(tmp_path, "default/math", "u2", LastRedis("redis://127.0.0.1:1/0", embedded=True))
     assert FoundJob("default/math", "u1", redis_url, None) == find_job("math", redis_url=redis_url, state=tmp_path)
 
 
@@ -111,24 +111,24 @@ def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path: Path, redis
     publish(redis_url, "team/math", "u1")
     with pytest.raises(JobAddressError, match=r"no job default/maths in this Redis .*team/math"):
         find_job("maths", redis_url=redis_url, state=tmp_path)
-    run_locally(tmp_path, "default/code", "u2", RecordedRedis(redis_url, embedded=False))
+    run_locally(tmp_path, "default/code", "u2", LastRedis(redis_url, embedded=False))
     with pytest.raises(JobAddressError, match=r"default/maths has not run in .*default/code"):
         find_job("maths", state=tmp_path)
 
 
 def test_a_job_whose_messages_were_deleted_is_said_to_have_ended(tmp_path: Path, redis_url: str) -> None:
-    run_locally(tmp_path, "default/math", "u1", RecordedRedis(redis_url, embedded=False))
+    run_locally(tmp_path, "default/math", "u1", LastRedis(redis_url, embedded=False))
     with pytest.raises(JobAddressError, match="deleted a day after its end"):
         find_job("math", state=tmp_path)
 
 
 def test_an_embedded_server_that_has_ended_means_that_the_job_does_not_run(tmp_path: Path) -> None:
     nobody = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    run_locally(tmp_path, "default/math", "u1", RecordedRedis(nobody, embedded=True))
+    run_locally(tmp_path, "default/math", "u1", LastRedis(nobody, embedded=True))
     with pytest.raises(JobAddressError, match="does not run at the moment") as ended:
         find_job("math", state=tmp_path)
     assert "secret" not in str(ended.value)
-    run_locally(tmp_path, "default/done", "u2", RecordedRedis(nobody, embedded=True), finished=True)
+    run_locally(tmp_path, "default/done", "u2", LastRedis(nobody, embedded=True), finished=True)
     with pytest.raises(JobAddressError, match="has ended, and with it the Redis server"):
         find_job("done", state=tmp_path)
     with pytest.raises(RedisUnusableError, match="cannot be reached"):

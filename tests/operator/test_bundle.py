@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
-from rollout_operator.cluster.apply import execute
-from rollout_operator.cluster.bundle_collector import bundle_config_map, last_lines, pack, read_end
+from rollout_operator.cluster.apply import bundle_config_map, execute, last_lines, pack, read_end
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
 from rollout_operator.objects.observed import Rejection, Target
@@ -140,7 +139,7 @@ def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypat
     def fail(*_: object) -> None:
         raise KeyError("metadata")
 
-    monkeypatch.setattr("rollout_operator.cluster.bundle_collector.bundle_config_map", fail)
+    monkeypatch.setattr("rollout_operator.cluster.apply.bundle_config_map", fail)
     (rejection,) = execute_without_api_server(BUNDLE)
     assert "BundleFailed" == rejection.reason
     assert "KeyError" in rejection.message

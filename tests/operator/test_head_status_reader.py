@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rollout_operator.cluster import head_status_reader
-from rollout_operator.cluster.head_status_reader import HeadStatusReader
+from rollout_operator.cluster import reconciler
+from rollout_operator.cluster.reconciler import HeadStatusReader
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import EngineStatus, HeadStatus
-from rollout_operator.objects.observed import PodView
+from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.status import EngineEntry, ServedStatus
@@ -81,7 +80,7 @@ async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pyt
             assert 7 == status.done
             await asyncio.gather(*reader._reads.values())
             # Those that did not answer are not waited for at all the next time.
-            monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 60.0)
+            monkeypatch.setattr(reconciler, "_MAX_WAIT_S", 60.0)
         await reader.close()
 
 

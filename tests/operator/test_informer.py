@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from rollout_operator.cluster import informer
-from rollout_operator.cluster.informer import Informer
+from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.runtimes import RuntimeKey
 
 from tests.support.event_loops import in_event_loop

@@ -61,19 +61,19 @@ def test_a_late_deletion_event_does_not_remove_a_newer_pod_of_the_same_name() ->
     cache = ObjectCache()
     cache.update(owned("w", "1"), "Pod")
     cache.update(owned("w", "2"), "Pod")
-    cache.remove(owned("w", "1"), "Pod")
+    cache.remove("1")
     assert ["2"] == [pod.uid for pod in cache.pods(KEY, "job-uid")]
-    cache.remove(owned("w", "2"), "Pod")
+    cache.remove("2")
     assert () == cache.pods(KEY, "job-uid")
 
 
-def test_uids_by_namespace_and_removal_by_uid() -> None:
+def test_uids_by_namespace_and_removal() -> None:
     cache = ObjectCache()
     cache.update(owned("w", "1"), "Pod")
     cache.update(owned("c", "2"), "ConfigMap")
     assert ({"1"}, {"2"}) == (cache.uids("Pod", ""), cache.uids("ConfigMap", "rl"))
     assert set() == cache.uids("Pod", "other")
-    assert KEY == cache.remove_uid("ConfigMap", "2")
+    assert KEY == cache.remove("2")
     assert set() == cache.uids("ConfigMap", "")
 
 
@@ -89,7 +89,7 @@ def test_a_response_older_than_the_watch_changes_nothing() -> None:
     cache.update(running, "Pod")
     cache.update_from_response(versioned("w", "1", 5), "Pod")
     assert ["Running"] == [pod.phase for pod in cache.pods(KEY, "job-uid")]
-    cache.remove(running, "Pod")
+    cache.remove("1")
     cache.update_from_response(versioned("w", "1", 6), "Pod")
     assert () == cache.pods(KEY, "job-uid")
     cache.update_from_response(versioned("w", "2", 8), "Pod")
@@ -127,13 +127,13 @@ def test_the_selected_namespaces_follow_the_watch() -> None:
     assert "c" not in selected
     # The namespace was deleted and created again, and the deletion is reported late.
     selected.update(namespace("b", "3"), "Namespace")
-    selected.remove(namespace("b", "2"), "Namespace")
+    selected.remove("2")
     assert "b" in selected
     assert {"1", "3"} == selected.uids("Namespace", "")
-    selected.remove_uid("Namespace", "1")
-    selected.remove_uid("Namespace", "1")
+    selected.remove("1")
+    selected.remove("1")
     assert "a" not in selected
-    assert ["a", "b", "b", "b", "a"] == changes
+    assert ["a", "b", "b", "a"] == changes
 
 
 @in_event_loop

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import EngineStatus, HeadStatus
-from rollout_operator.objects.observed import Rejection, Target
+from rollout_operator.objects.observed import EngineStatus, HeadStatus, Rejection, Target
 
 from tests.support.planned_jobs import head_status, running_job, spec
 from tests.support.simulated_cluster import SimulatedCluster

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import EngineStatus, HeadStatus
-from rollout_operator.objects.observed import PodView
+from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
 from tests.support.simulated_cluster import SimulatedCluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_operator.objects.scheduling import GANG_APIS
+from rollout_operator.objects.names import GANG_APIS
 
 from tests.support.planned_jobs import running_job, spec, suspend_and_resume
 from tests.support.simulated_cluster import SimulatedCluster

@@ -83,7 +83,7 @@ def test_only_jobs_that_name_a_runtime_are_reconciled_when_it_changes(
     other = job()
     other["metadata"]["name"] = "other"
     jobs.update_job(other)
-    runtimes = RuntimeCache(jobs, queue)
+    runtimes = RuntimeCache(jobs, queue.add)
     body = {"metadata": {"name": "a", "namespace": key.namespace, "uid": "r"}, "spec": RUNTIME}
 
     def reconciled() -> list[tuple[str, str]]:
@@ -94,7 +94,7 @@ def test_only_jobs_that_name_a_runtime_are_reconciled_when_it_changes(
     for change, expected in (
         (lambda: runtimes.update(body, key.kind), RUNTIME),
         (lambda: runtimes.update({**body, "spec": {}}, key.kind), {}),
-        (lambda: runtimes.remove(body, key.kind), None),
+        (lambda: runtimes.remove(body["metadata"]["uid"]), None),
     ):
         change()
         assert expected == runtimes.settings(key)
@@ -105,5 +105,5 @@ def test_only_jobs_that_name_a_runtime_are_reconciled_when_it_changes(
     assert [] == reconciled()
     assert {"r"} == runtimes.uids(key.kind, "")
     jobs.remove_job(("rl", "math"))
-    runtimes.remove_uid(key.kind, "r")
+    runtimes.remove("r")
     assert [] == reconciled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_operator.cluster.work_queue import WorkQueue
+from rollout_operator.cluster.informer import WorkQueue
 
 from tests.support.event_loops import in_event_loop
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.release.environments import CLIENT_PYTHONS, check_client, create_environment, find_python, install
+from scripts.release.distributions import CLIENT_PYTHONS, check_client, create_environment, find_python, install
 from scripts.repository import ROOT, tracked_files
 
 CLIENT = ROOT / "rollout_api"

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.timeline import Measurement
-from rollout_tools.report.acceptance import Acceptance, by_age, by_position, by_source
 from rollout_tools.report.engines import disabled_spans, engine_histories, engine_times, interruptions
-from rollout_tools.report.lengths import calibration, predictions, stats_before
 from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
+from rollout_tools.report.rollout_plots import (
+    Acceptance,
+    by_age,
+    by_position,
+    by_source,
+    calibration,
+    predictions,
+    stats_before,
+)
 from rollout_tools.report.step_plots import arrange
 from rollout_tools.report.steps import (
     PublishedVersions,
@@ -71,7 +78,7 @@ def test_rollouts_belong_to_the_step_of_their_request_or_to_the_version_with_whi
 def test_the_figures_of_a_step() -> None:
     rollouts = [ended(), ended(sample=1, finish_reason="length", tokens=30, finished_at=START + 8)]
     [step] = steps_of(recording(rollouts))
-    assert (8.0, 40, 5.0, 0.5) == (step.makespan, step.tokens, step.tokens_per_second, step.cut_off_share)
+    assert (8.0, 40, 5.0) == (step.makespan, step.tokens, step.tokens_per_second)
     assert 1.0 == step.accepted_per_step
 
 
@@ -295,7 +302,9 @@ def test_the_governors_decisions_over_time() -> None:
     ]
     history = engine_histories(measured)["engine-0"]
     assert [(START + 1, START + 3), (START + 4, START + 4)] == disabled_spans(history)
-    assert ([4.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]) == (history.base_ms, history.stops)
+    assert [(0.004, stops) for stops in range(5)] == [
+        (engine.cost_base_seconds, engine.drafting_stops) for _, engine in history.measured
+    ]
 
 
 # The summary

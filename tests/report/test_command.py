@@ -14,7 +14,7 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.status import EXIT_REDIS, EXIT_STATE
 from rollout_tools.cli.main import app
-from rollout_tools.launch.job_state import RecordedRedis, record_redis
+from rollout_tools.launch.job_state import LastRedis
 from rollout_tools.report.recording import load_recording, save_recording
 from tests.support.recordings import small_job
 
@@ -43,7 +43,7 @@ def test_a_local_job_whose_redis_has_ended_is_reported_from_its_last_recording(
     directory = tmp_path / "state" / "default" / "job"
     directory.mkdir(parents=True)
     (directory / "job.json").write_text(json.dumps({"uid": "uid", "finished": True}))
-    record_redis(directory, RecordedRedis(f"redis://127.0.0.1:{free_port()}/0", embedded=embedded))
+    LastRedis(f"redis://127.0.0.1:{free_port()}/0", embedded=embedded).save(directory)
     arguments = ("job", "--state-dir", tmp_path / "state", "--html", tmp_path / "page.html")
     result = report(*arguments)
     assert (EXIT_STATE if embedded else EXIT_REDIS) == result.exit_code

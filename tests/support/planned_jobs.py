@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from rollout_operator.objects.head_status import EngineStatus, HeadStatus
+from rollout_operator.objects.observed import EngineStatus, HeadStatus
 
 from tests.support.simulated_cluster import SimulatedCluster
 

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import HeadStatus
-from rollout_operator.objects.observed import ClusterInfo, KeptBundle, Observed, PodView, Rejection, format_timestamp
+from rollout_operator.objects.observed import (
+    ClusterInfo,
+    HeadStatus,
+    KeptBundle,
+    Observed,
+    PodView,
+    Rejection,
+    format_timestamp,
+)
 from rollout_operator.planning.actions import (
     Action,
     Apply,

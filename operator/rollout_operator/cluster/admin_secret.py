@@ -27,10 +27,7 @@ _PASSWORD_BYTES = 32
 def admin_secret(namespace: str, name: str, server: str) -> dict[str, Any]:
     """Return a Secret with a new password, the URL with it, and a new key for deriving users' passwords.
 
-    Args:
-        namespace: namespace of the Secret.
-        name: name of the Secret.
-        server: host and port of the Redis server.
+    *server* is the host and the port of the Redis server.
     """
     password, user_key = secrets.token_hex(_PASSWORD_BYTES), secrets.token_hex(_PASSWORD_BYTES)
     return {

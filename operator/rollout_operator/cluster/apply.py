@@ -1,21 +1,23 @@
-"""Executes plans: writes the status, posts the Events, then executes the actions. Every step is idempotent."""
+"""Executes plans: writes the status, posts the Events, then executes the actions. Every step is idempotent.
+
+One of the actions keeps what a failed job leaves behind in a ConfigMap, in bounded time and size.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import hashlib
+import io
 import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rollout_api.bundle import ARCHIVE_KEY, BundleArchive, ContainerLog, Evidence
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from rollout_operator.cluster.bundle_collector import keep_bundle
-from rollout_operator.cluster.kubernetes_api import (
-    ApiError,
-    KubernetesApi,
-    job_reference,
-    object_reference,
-    pod_reference,
-    workload_reference,
-)
+from rollout_api.redaction import Redactor
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, job_reference, reference
 from rollout_operator.cluster.object_cache import ObjectCache, job_key
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest, Observed, Rejection, Target, format_timestamp
@@ -78,11 +80,11 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
 
 async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
     metadata = job["metadata"]
-    reference = job_reference(metadata["namespace"], metadata["name"])
+    written = job_reference(metadata["namespace"], metadata["name"])
     # With the observed resource version, the slower of two concurrent operators gets a conflict.
-    reference["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
+    written["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
     try:
-        cache.update_job_from_response(await api.apply({**reference, "status": plan.status}, subresource="status"))
+        cache.update_job_from_response(await api.apply({**written, "status": plan.status}, subresource="status"))
     except ApiError as error:
         if error.not_found:
             # kopf does not report what was deleted while its watch was interrupted.
@@ -103,10 +105,10 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Obse
             cache.update_from_response(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
             if force:
-                await _mark_lost(api, pod_reference(namespace, pod), pod_uid)
-            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
+                await _mark_lost(api, reference("Pod", namespace, pod), pod_uid)
+            await api.delete(reference("Pod", namespace, pod), uid=pod_uid, grace_period=0 if force else None)
         case DeleteObject(api_version, kind, object_name, object_uid):
-            await api.delete(object_reference(api_version, kind, namespace, object_name), uid=object_uid)
+            await api.delete(reference(kind, namespace, object_name, api_version=api_version), uid=object_uid)
         case DeleteWorkload(workload):
             await _delete_workload(api, namespace, workload)
         case DeleteJob():
@@ -117,14 +119,14 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Obse
             await keep_bundle(api, job, config_map, pods, observed.now)
 
 
-async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) -> None:
+async def _mark_lost(api: KubernetesApi, pod: dict[str, Any], uid: str) -> None:
     """Set the phase of a pod on a lost node to Failed, as Kubernetes' garbage collector of pods does.
 
     Otherwise a pod that a finalizer retains would count as running for ever, for example in Kueue.
     """
-    reference["metadata"]["uid"] = uid
+    pod["metadata"]["uid"] = uid
     try:
-        await api.patch({**reference, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
+        await api.patch({**pod, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
     except ApiError as error:
         if not (error.not_found or error.conflict):
             raise
@@ -133,7 +135,7 @@ async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) ->
 async def _delete_workload(api: KubernetesApi, namespace: str, name: str) -> None:
     version = await api.preferred_version(names.KUEUE_GROUP)
     if version is not None:
-        await api.delete(workload_reference(version, namespace, name))
+        await api.delete(reference(names.WORKLOAD_KIND, namespace, name, api_version=version))
 
 
 async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
@@ -162,14 +164,14 @@ async def _set_finalizer(api: KubernetesApi, cache: ObjectCache, job: Manifest, 
     job = cache.job((metadata["namespace"], metadata["name"])) or job
     metadata = job["metadata"]
     others = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
-    reference = job_reference(metadata["namespace"], metadata["name"])
+    patch = job_reference(metadata["namespace"], metadata["name"])
     # A merge patch replaces the whole list, so it must fail if another controller has changed the list meanwhile.
-    reference["metadata"] |= {
+    patch["metadata"] |= {
         "resourceVersion": metadata["resourceVersion"],
         "finalizers": [*others, names.FINALIZER] if present else others,
     }
     try:
-        response = await api.patch(reference)
+        response = await api.patch(patch)
     except ApiError as error:
         if error.conflict:
             raise OutdatedError from error
@@ -241,3 +243,177 @@ def _target(action: Action, job: Manifest) -> Target:
 def _log_fields(job: Manifest) -> dict[str, str]:
     """Return the extra fields of log records about a job."""
     return {"job": f"{job['metadata']['namespace']}/{job['metadata']['name']}"}
+
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 700 << 10
+"""Size of the archive. A ConfigMap may have 1 MiB, and a request to the API server is larger by a third."""
+_MAX_LOG_BYTES = 512 << 10
+"""Size to which each log is cut at first; it is halved until the archive is small enough."""
+_MIN_LOG_BYTES = 512
+_READ_TIMEOUT_S = 15.0
+"""Seconds within which logs and Events are read; what has not arrived by then is missing."""
+_WRITE_TIMEOUT_S = 15.0
+_LOG_LINES = 1000
+_LOG_BYTES = 1 << 20
+"""Size to which the API server cuts an answer."""
+_KEPT_BYTES = 8 << 20
+"""Size to which the logs of a job are cut together, so that the operator needs no more memory for a job of many pods.
+Even compressed, more would not fit into a ConfigMap."""
+_MIN_KEPT_BYTES = 4 << 10
+
+
+async def keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequence[str], now: float) -> None:
+    """Store the job, its Events and the ends of the logs of its pods in a ConfigMap.
+
+    What cannot be read is named in the bundle.
+
+    Raises:
+        ApiError: if the ConfigMap cannot be made or written in time.
+    """
+    evidence = Evidence(job)
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            await evidence.read(_ApiReader(api, job, pods))
+    except TimeoutError:
+        evidence.missing["logs"] = f"some logs or Events could not be read within {_READ_TIMEOUT_S:.0f} s"
+    try:
+        # In a thread, because compressing takes too long for the event loop of all jobs.
+        manifest = await asyncio.to_thread(bundle_config_map, evidence, name, now)
+    except Exception as error:
+        # Otherwise, the reconcile would be repeated, and a failed job would keep its pods.
+        logger.exception("The bundle of a failed job cannot be made.")
+        raise ApiError(0, "BundleFailed", f"{type(error).__name__}: {error}") from error
+    try:
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await api.apply(manifest)
+    except TimeoutError:
+        raise ApiError(0, "Timeout", f"the bundle could not be stored within {_WRITE_TIMEOUT_S:.0f} s") from None
+
+
+class _ApiReader:
+    """Reads about a job from the API server."""
+
+    def __init__(self, api: KubernetesApi, job: Manifest, pods: Sequence[str]) -> None:
+        self._api, self._pods = api, pods
+        self._namespace, self._job = job["metadata"]["namespace"], job["metadata"]["name"]
+
+    async def events(self) -> list[Manifest]:
+        found = await asyncio.gather(*(self._api.events(self._namespace, name) for name in (self._job, *self._pods)))
+        return [event for events in found for event in events]
+
+    async def pods(self) -> list[Manifest]:
+        found: list[Manifest] = []
+        for name in self._pods:
+            try:
+                found.append(await self._api.get(reference("Pod", self._namespace, name)))
+            except ApiError as error:
+                if not error.not_found:
+                    raise
+        return found
+
+    async def log(self, log: ContainerLog, num_logs: int) -> str:
+        def read(num_lines: int) -> Awaitable[str]:
+            return self._api.log(
+                self._namespace,
+                log.pod,
+                log.container,
+                previous=log.previous,
+                num_lines=num_lines,
+                max_bytes=_LOG_BYTES,
+            )
+
+        text = await read_end(read, _LOG_LINES, _LOG_BYTES)
+        return last_lines(text, max(_MIN_KEPT_BYTES, _KEPT_BYTES // num_logs))
+
+
+async def read_end(read: Callable[[int], Awaitable[str]], num_lines: int, max_bytes: int) -> str:
+    """Return the last lines of a log.
+
+    The API server cuts an answer at its end, where a log says why a container has failed. Therefore, an answer that was
+    cut is read again with fewer lines.
+
+    Args:
+        read: returns the given number of last lines, cut to *max_bytes*.
+        num_lines: maximum number of lines.
+        max_bytes: size from which an answer was probably cut.
+    """
+    while True:
+        text = await read(num_lines)
+        if len(text.encode(errors="replace")) < max_bytes or num_lines <= 1:
+            return text
+        num_lines = max(1, num_lines // 4)
+
+
+def last_lines(text: str, max_bytes: int) -> str:
+    """Return the last lines of *text* that have at most *max_bytes* bytes, or the end of its last line."""
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return text
+    end = data[len(data) - max_bytes :]
+    is_line = data[len(data) - max_bytes - 1 : len(data) - max_bytes] == b"\n"
+    rest = end if is_line else end.partition(b"\n")[2]
+    return (rest or end).decode(errors="ignore")
+
+
+def bundle_config_map(evidence: Evidence, name: str, now: float) -> dict[str, Any]:
+    """Return the ConfigMap with what is kept of a failed job. It has no owner, so that it outlives the job."""
+    metadata = evidence.job["metadata"]
+    labels = names.labels_outside_release("bundle") | {names.BUNDLE_LABEL: metadata["name"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": name,
+            "namespace": metadata["namespace"],
+            "labels": labels,
+            "annotations": {names.JOB_UID_ANNOTATION: metadata["uid"]},
+        },
+        "data": {"README": _summary(evidence.job, name, now)},
+        "binaryData": {ARCHIVE_KEY: base64.b64encode(pack(evidence, now)).decode()},
+    }
+
+
+def pack(evidence: Evidence, now: float, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the archive of a bundle, with as much of the ends of the logs as fits into *max_bytes*."""
+    redactor = Redactor()
+    logs = {path: redactor.text(text) for path, text in evidence.logs.items() if isinstance(text, str)}
+    limit = _MAX_LOG_BYTES
+    while True:
+        shortened: dict[str, str | bytes] = {
+            path: last_lines(text, limit).encode(errors="replace") for path, text in logs.items()
+        }
+        archive = _archive(replace(evidence, logs=shortened), redactor, now)
+        if len(archive) <= max_bytes or limit <= _MIN_LOG_BYTES:
+            return archive
+        limit //= 2
+
+
+def _archive(evidence: Evidence, redactor: Redactor, now: float) -> bytes:
+    metadata = evidence.job["metadata"]
+    file = io.BytesIO()
+    archive = BundleArchive(file, folder=f"bundle-{metadata['namespace']}-{metadata['name']}", redactor=redactor)
+    evidence.add_to(archive)
+    archive.close(
+        f"Bundle of job {metadata['namespace']}/{metadata['name']}",
+        f"Kept by the operator when the job failed ({format_timestamp(now)}). Passwords, tokens and keys are replaced "
+        "by `***`. If the logs were long, their beginnings are missing.",
+    )
+    return file.getvalue()
+
+
+def _summary(job: Mapping[str, Any], name: str, now: float) -> str:
+    metadata = job["metadata"]
+    conditions = job.get("status", {}).get("conditions", ())
+    failed: Mapping[str, str] = next((one for one in conditions if one["type"] == "Failed"), {})
+    why = Redactor().text(f"{failed.get('reason', '')}: {failed.get('message', '')}")
+    key = ARCHIVE_KEY.replace(".", "\\.")
+    return (
+        f"What was kept of job {metadata['namespace']}/{metadata['name']} (uid {metadata['uid']}), which failed at "
+        f"{format_timestamp(now)}: {why}\n\n"
+        f"kubectl rollouts bundle {metadata['name']} reads it. Without the plugin:\n\n"
+        f"  kubectl get configmap {name} -o jsonpath='{{.binaryData.{key}}}' | base64 -d > {ARCHIVE_KEY}\n\n"
+        "The next job of this name that fails replaces it. It is not deleted with the job; delete it with\n"
+        f"kubectl delete configmap {name}\n"
+    )

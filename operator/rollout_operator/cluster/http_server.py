@@ -74,9 +74,7 @@ class OperatorServer(HttpServer):
     def __init__(self, collector: MetricsCollector, token: StatusToken | None = None) -> None:
         """Create a server; :meth:`start` makes it listen.
 
-        Args:
-            collector: the operator's metrics.
-            token: what ``/metrics`` needs; None for nothing.
+        ``/metrics`` needs the *token*, if there is one.
         """
         self.ready = False
         """Whether the API server was reached. An operator that waits to become the leader is ready, too."""

@@ -1,4 +1,4 @@
-"""Keeps a cache consistent with the cluster, for one kind of object that jobs own or name.
+"""Keeps a cache consistent with the cluster, for one kind of object that jobs own or name, and a queue of changed jobs.
 
 These objects are not watched with kopf, because they are far more numerous than jobs and kopf keeps a task and a memory
 for each. Moreover, after a watch has been interrupted for too long (410 Gone), kopf does not report what was deleted
@@ -8,13 +8,14 @@ meanwhile. This informer works like client-go's reflector: a new list replaces w
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import random
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Generic, Protocol, TypeVar
 
 from rollout_operator.cluster.kubernetes_api import OWN_OBJECTS, ApiError, KubernetesApi, ResourceKind
 from rollout_operator.cluster.object_cache import JobKey
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.observed import Manifest
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,8 @@ class InformerCache(Protocol):
     def update(self, body: Manifest, kind: str) -> JobKey | None:
         """Add or replace an object."""
 
-    def remove(self, body: Manifest, kind: str) -> JobKey | None:
-        """Remove an object."""
-
-    def remove_uid(self, kind: str, uid: str) -> JobKey | None:
-        """Remove the object with this uid."""
+    def remove(self, uid: str) -> JobKey | None:
+        """Remove the object with this uid. A newer one of the same name is kept."""
 
 
 class Informer:
@@ -60,14 +58,8 @@ class Informer:
     ) -> None:
         """Prepare an informer.
 
-        Args:
-            api: the client of the API server.
-            cache: the cache to keep up to date.
-            queue: receives the jobs to reconcile.
-            kind: the kind to watch.
-            namespace: the namespace to watch.
-            selector: label selector of the objects.
-            optional: whether the operator can do without this kind if it does not exist or must not be read.
+        *selector* selects objects by their labels. An *optional* kind is one that the operator can do without if it
+        does not exist or must not be read.
         """
         self.synced = asyncio.Event()
         """Set once the cache has received a complete list."""
@@ -109,7 +101,7 @@ class Informer:
                 body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, **item}
                 self._reconcile(self._cache.update(body, self._kind.kind))
         for uid in known - listed:
-            self._reconcile(self._cache.remove_uid(self._kind.kind, uid))
+            self._reconcile(self._cache.remove(uid))
         return version
 
     async def _watch(self, version: str) -> None:
@@ -121,7 +113,7 @@ class Informer:
                         raise ApiError(body.get("code", 0), body.get("reason", "Error"), body.get("message", ""))
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
-                        self._reconcile(self._cache.remove(body, self._kind.kind))
+                        self._reconcile(self._cache.remove(body["metadata"]["uid"]))
                     elif event["type"] in ("ADDED", "MODIFIED"):
                         self._reconcile(self._cache.update(body, self._kind.kind))
             except ApiError as error:
@@ -138,3 +130,91 @@ class Informer:
 async def _pause() -> None:
     """Wait for a random time, so that informers do not all reconnect at the same moment."""
     await asyncio.sleep(_RETRY_DELAY_S * random.uniform(0.5, 1.5))
+
+
+_FIRST_RETRY_S = 0.2
+_MAX_RETRY_S = 60.0
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class WorkQueue(Generic[Key]):
+    """Keys with due times, for one asyncio event loop.
+
+    A key is processed by at most one worker at a time, however often it is added.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Key]] = []
+        self._due: dict[Key, float] = {}
+        """When each key is due next. Entries of the heap with another time are outdated."""
+        self._processing: set[Key] = set()
+        self._failures: dict[Key, int] = {}
+        self._sequence = 0
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return the number of keys that are due now or later."""
+        return len(self._due)
+
+    def add(self, key: Key, after: float = 0.0) -> None:
+        """Make *key* due after this many seconds, unless it is due sooner."""
+        due = asyncio.get_running_loop().time() + after
+        if due >= self._due.get(key, float("inf")):
+            return
+        self._due[key] = due
+        self._sequence += 1
+        heapq.heappush(self._heap, (due, self._sequence, key))
+        self._changed.set()
+
+    def discard(self, key: Key) -> None:
+        """Remove *key* and the record of its failures."""
+        self._due.pop(key, None)
+        self._failures.pop(key, None)
+
+    async def get(self) -> Key:
+        """Wait for a key that is due and not being processed; pass it to :meth:`done` or :meth:`retry` afterwards."""
+        while True:
+            self._changed.clear()
+            timeout = None
+            now = asyncio.get_running_loop().time()
+            processing = []
+            found = None
+            while self._heap:
+                due, _, key = self._heap[0]
+                if self._due.get(key) != due:
+                    heapq.heappop(self._heap)
+                elif due > now:
+                    timeout = due - now
+                    break
+                elif key in self._processing:
+                    processing.append(heapq.heappop(self._heap))
+                else:
+                    heapq.heappop(self._heap)
+                    found = key
+                    break
+            for entry in processing:
+                heapq.heappush(self._heap, entry)
+            if found is not None:
+                del self._due[found]
+                self._processing.add(found)
+                return found
+            waiter = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait({waiter}, timeout=timeout)
+            finally:
+                waiter.cancel()
+
+    def done(self, key: Key) -> None:
+        """Record that *key* was processed successfully."""
+        self._failures.pop(key, None)
+        self._processing.discard(key)
+        self._changed.set()
+
+    def retry(self, key: Key) -> None:
+        """Record that processing *key* failed, and make it due after a delay that doubles with each failure."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        self._processing.discard(key)
+        delay = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2.0 ** (count - 1))
+        self.add(key, delay * random.uniform(0.8, 1.2))
+        self._changed.set()

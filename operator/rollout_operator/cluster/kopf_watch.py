@@ -39,11 +39,8 @@ async def run_kopf(
 ) -> None:
     """Run kopf until *stop* is done or kopf fails.
 
-    Args:
-        on_change: called with each job that is created or changed.
-        on_delete: called with each job that is deleted.
-        namespaces: namespaces to watch; empty means all.
-        stop: ends kopf when it is done.
+    The callbacks are called with each job that is created or changed, and with each one that is deleted. Without
+    namespaces, all are watched.
     """
     registry = kopf.OperatorRegistry()
 
@@ -121,14 +118,8 @@ async def remove_missing_jobs(
     """Remove jobs from the cache that were deleted while their watch was interrupted; run until cancelled.
 
     After an interruption, kopf lists the jobs again and reports those that exist, but not those that have disappeared.
-    The cache is therefore compared with the API server periodically.
-
-    Args:
-        api: the API server.
-        cache: the known jobs, from which those are removed that do not exist.
-        on_removed: called with each job that was removed.
-        namespaces: namespaces whose jobs are known; empty means all.
-        period_s: seconds between two comparisons.
+    The cache is therefore compared with the API server periodically. Without namespaces, the jobs of all are compared,
+    every *period_s* seconds; *on_removed* is called with each job that was removed.
     """
     while True:
         await asyncio.sleep(period_s)

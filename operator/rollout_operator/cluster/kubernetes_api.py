@@ -18,7 +18,6 @@ from rollout_api.manifest.pod_spec import CLUSTER_RUNTIME_KIND, RUNTIME_KIND, RU
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import Manifest
-from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
@@ -70,7 +69,7 @@ def owned_kinds(disruption_budget_api: str | None, gang_api: str | None = None) 
         kinds.append(ResourceKind("PodDisruptionBudget", group, version, "poddisruptionbudgets"))
     if gang_api is not None:
         group, _, version = gang_api.partition("/")
-        kinds.append(ResourceKind(GANG_KIND, group, version, GANG_PLURAL))
+        kinds.append(ResourceKind(names.GANG_KIND, group, version, names.GANG_PLURAL))
     return kinds
 
 
@@ -80,7 +79,7 @@ _PLURALS = {
     "Lease": "leases",
     "Secret": "secrets",
     names.WORKLOAD_KIND: names.WORKLOAD_PLURAL,
-    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", COSCHEDULING_API)},
+    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", names.COSCHEDULING_API)},
 }
 
 
@@ -130,23 +129,13 @@ class KubernetesApi:
         """Close all connections."""
         await self._client.close()
 
-    async def request(
-        self,
-        verb: str,
-        path: str,
-        body: Any = None,
-        *,
-        content_type: str = _JSON,
-        accept: str = _JSON,
-        query: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Send a request and return the parsed response.
+    async def request(self, verb: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any]:
+        """Send a request and return the parsed response; the settings are those of :meth:`_send`.
 
         Raises:
             ApiError: if the server responds with an error; with status 0 if it does not respond.
         """
-        data = await self._send(verb, path, body, content_type=content_type, accept=accept, query=query)
-        return _parse(data)
+        return _parse(await self._send(verb, path, body, **settings))
 
     async def _send(
         self,
@@ -209,8 +198,12 @@ class KubernetesApi:
     async def metadata(self, reference: Manifest) -> dict[str, Any] | None:
         """Return the metadata of an object as :meth:`get` does, without its content; None if it does not exist."""
         self._count("get", reference["kind"])
+        return await self._find(_path(reference, reference["metadata"]["name"]), accept=_METADATA)
+
+    async def _find(self, path: str, **settings: Any) -> dict[str, Any] | None:
+        """Return what is at a path; None if there is nothing. The settings are those of :meth:`request`."""
         try:
-            return await self.request("GET", _path(reference, reference["metadata"]["name"]), accept=_METADATA)
+            return await self.request("GET", path, **settings)
         except ApiError as error:
             if error.not_found:
                 return None
@@ -221,13 +214,8 @@ class KubernetesApi:
     ) -> str:
         """Return the last lines of the log of a container, each with its time.
 
-        Args:
-            namespace: namespace of the pod.
-            pod: name of the pod.
-            container: name of the container.
-            previous: whether to return the log of the container that ran before it was restarted.
-            num_lines: maximum number of lines.
-            max_bytes: maximum size of these lines; what exceeds it is missing at the end.
+        *previous* asks for the log of the container that ran before it was restarted. What exceeds *max_bytes* is
+        missing at the end.
         """
         self._count("get", "Pod/log")
         query = {
@@ -237,7 +225,7 @@ class KubernetesApi:
             "tailLines": num_lines,
             "limitBytes": max_bytes,
         }
-        path = _path(pod_reference(namespace, pod), pod, "log")
+        path = _path(reference("Pod", namespace, pod), pod, "log")
         return (await self._send("GET", path, accept="*/*", query=query)).decode(errors="replace")
 
     async def events(self, namespace: str, name: str) -> list[dict[str, Any]]:
@@ -267,10 +255,7 @@ class KubernetesApi:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the pages of the list of a kind in one namespace, or in all namespaces if *namespace* is empty.
 
-        Args:
-            kind: kind of the objects.
-            namespace: namespace of the objects.
-            selector: label selector of the objects; by default, all objects are listed.
+        Without a label *selector*, all objects are listed.
 
         Raises:
             ApiError: a page cannot be read.
@@ -289,11 +274,7 @@ class KubernetesApi:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield changes to the objects of a kind since a version, until the API server ends the stream.
 
-        Args:
-            kind: kind of the objects.
-            namespace: namespace of the objects; empty for all namespaces.
-            version: resource version.
-            selector: label selector of the objects; by default, all objects are watched.
+        Without a *namespace*, all of them are watched; without a label *selector*, all objects.
 
         Raises:
             ApiError: if the watch cannot be started, or breaks.
@@ -338,20 +319,17 @@ class KubernetesApi:
         The list contains the jobs' metadata only.
         """
         self._count("list", KIND)
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        found = await self.request("GET", f"/apis/{API_VERSION}{scope}/{PLURAL}", accept=_METADATA_LIST)
+        found = await self.request("GET", _collection(ROLLOUT_JOBS, namespace), accept=_METADATA_LIST)
         return {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found["items"]}
 
     async def is_node_lost(self, name: str) -> bool:
         """Return whether a node does not exist or is not ready. A node that must not be read is assumed to be ready."""
         self._count("get", "Node")
         try:
-            node = await self.request("GET", f"/api/v1/nodes/{name}")
+            node = await self._find(f"/api/v1/nodes/{name}") or {}
         except ApiError as error:
             if error.status == _FORBIDDEN:
                 return False
-            if error.not_found:
-                return True
             raise
         conditions = node.get("status", {}).get("conditions") or ()
         return not any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
@@ -359,24 +337,13 @@ class KubernetesApi:
     async def serves(self, api_version: str, plural: str) -> bool:
         """Return whether the API server serves a resource."""
         root = "/api" if "/" not in api_version else "/apis"
-        try:
-            resources = await self.request("GET", f"{root}/{api_version}")
-        except ApiError as error:
-            if error.not_found:
-                return False
-            raise
-        return any(resource["name"] == plural for resource in resources.get("resources", ()))
+        found = await self._find(f"{root}/{api_version}") or {}
+        return any(resource["name"] == plural for resource in found.get("resources", ()))
 
     async def preferred_version(self, group: str) -> str | None:
         """Return the preferred API version of a group, or None if the API server does not serve the group."""
-        try:
-            found = await self.request("GET", f"/apis/{group}")
-        except ApiError as error:
-            if error.not_found:
-                return None
-            raise
-        version: str = found["preferredVersion"]["groupVersion"]
-        return version
+        found = await self._find(f"/apis/{group}")
+        return None if found is None else str(found["preferredVersion"]["groupVersion"])
 
     async def version(self) -> tuple[int, int]:
         """Return the major and the minor version of the API server."""
@@ -409,26 +376,11 @@ def _path(manifest: Manifest, name: str = "", subresource: str = "") -> str:
     return "/".join(part for part in parts if part)
 
 
-def object_reference(api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any]:
+def reference(kind: str, namespace: str, name: str, *, api_version: str = "v1") -> dict[str, Any]:
     """Return a reference to an object for the methods of :class:`KubernetesApi`."""
     return {"apiVersion": api_version, "kind": kind, "metadata": {"namespace": namespace, "name": name}}
 
 
 def job_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a RolloutJob for the methods of :class:`KubernetesApi`."""
-    return object_reference(API_VERSION, KIND, namespace, name)
-
-
-def pod_reference(namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
-    return object_reference("v1", "Pod", namespace, name)
-
-
-def config_map_reference(namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a ConfigMap for the methods of :class:`KubernetesApi`."""
-    return object_reference("v1", "ConfigMap", namespace, name)
-
-
-def workload_reference(version: str, namespace: str, name: str) -> dict[str, Any]:
-    """Return a reference to a Workload of Kueue for the methods of :class:`KubernetesApi`."""
-    return object_reference(version, names.WORKLOAD_KIND, namespace, name)
+    return reference(KIND, namespace, name, api_version=API_VERSION)

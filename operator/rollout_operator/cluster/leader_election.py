@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, reference
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,7 @@ class LeaderElection:
     def __init__(self, api: KubernetesApi, namespace: str, name: str, identity: str) -> None:
         self.leading = False
         self._api, self._identity = api, identity
-        self._reference = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"namespace": namespace, "name": name},
-        }
+        self._reference = reference("Lease", namespace, name, api_version="coordination.k8s.io/v1")
         self._last_observed: tuple[Any, float] | None = None
         """The last renewal by another holder, and the local time at which it was first observed."""
 

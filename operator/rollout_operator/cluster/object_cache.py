@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_api.manifest.rollout_job import GROUP, KIND
 from rollout_operator.cluster.kubernetes_api import ResourceKind
-from rollout_operator.cluster.work_queue import WorkQueue
 from rollout_operator.objects.observed import Manifest, PodView
 from rollout_operator.objects.runtimes import RuntimeKey
 
@@ -18,6 +17,7 @@ JobKey = tuple[str, str]
 
 _DROPPED_METADATA = ("managedFields", "selfLink")
 _MAX_TOMBSTONES = 10_000
+_POD = "Pod"
 
 
 def job_key(body: Manifest) -> JobKey:
@@ -34,6 +34,15 @@ def owner_of(body: Manifest) -> tuple[JobKey, str] | None:
     return None
 
 
+class _Entry(NamedTuple):
+    """An object of a job."""
+
+    owner: str
+    """Uid of the owning job."""
+    uid: str
+    content: PodView | bytes
+
+
 class ObjectCache:
     """Jobs, pods and other objects by job.
 
@@ -45,10 +54,10 @@ class ObjectCache:
         self._jobs: dict[JobKey, bytes] = {}
         self._runtimes: dict[JobKey, RuntimeKey] = {}
         """The runtimes that jobs name."""
-        self._pods: defaultdict[JobKey, dict[str, tuple[str, PodView]]] = defaultdict(dict)
-        """Job → name of the pod → uid of the owning job, and the pod."""
-        self._objects: defaultdict[JobKey, dict[tuple[str, str], tuple[str, bytes]]] = defaultdict(dict)
-        """Job → kind and name of the object → uid of the owning job, and the object."""
+        self._objects: defaultdict[JobKey, dict[tuple[str, str], _Entry]] = defaultdict(dict)
+        """Job → kind and name → the object."""
+        self._places: dict[str, tuple[JobKey, tuple[str, str]]] = {}
+        """Uid of an object → its place in ``_objects``, which may have a newer object of the same name by now."""
         self._versions: dict[str, int] = {}
         """Uid → resource version of the cached object."""
         self._tombstones: OrderedDict[str, None] = OrderedDict()
@@ -93,72 +102,34 @@ class ObjectCache:
         """
         if (owner := owner_of(body)) is None:
             return None
-        key, uid = owner
-        name = body["metadata"]["name"]
-        self._versions[body["metadata"]["uid"]] = _resource_version(body)
-        if kind == "Pod":
-            view = (uid, PodView.from_pod(body))
-            if self._pods[key].get(name) == view:
-                return None
-            self._pods[key][name] = view
-        else:
-            entry = (uid, _serialize(body))
-            if self._objects[key].get((kind, name)) == entry:
-                return None
-            self._objects[key][kind, name] = entry
-        return key
-
-    def remove(self, body: Manifest, kind: str) -> JobKey | None:
-        """Remove an object, and return the job that owned it. A newer object of the same name is kept."""
-        if (owner := owner_of(body)) is None:
+        key, owner_uid = owner
+        uid, place = body["metadata"]["uid"], (kind, body["metadata"]["name"])
+        self._versions[uid] = _resource_version(body)
+        entry = _Entry(owner_uid, uid, PodView.from_pod(body) if kind == _POD else _serialize(body))
+        if self._objects[key].get(place) == entry:
             return None
-        key, name, uid = owner[0], body["metadata"]["name"], body["metadata"]["uid"]
-        self._mark_deleted(uid)
-        if kind == "Pod":
-            if name in self._pods[key] and self._pods[key][name][1].uid == uid:
-                del self._pods[key][name]
-            if not self._pods[key]:
-                del self._pods[key]
-        else:
-            entry = self._objects[key].get((kind, name))
-            if entry is not None and json.loads(entry[1])["metadata"]["uid"] == uid:
-                del self._objects[key][kind, name]
-            if not self._objects[key]:
-                del self._objects[key]
+        self._objects[key][place] = entry
+        self._places[uid] = key, place
         return key
 
-    def uids(self, kind: str, namespace: str) -> set[str]:
-        """Return the uids of all objects of a kind in a namespace, or in all namespaces if it is empty."""
-        keys = {key for key in (*self._pods, *self._objects) if not namespace or key[0] == namespace}
-        if kind == "Pod":
-            return {pod.uid for key in keys for _, pod in self._pods.get(key, {}).values()}
-        return {
-            json.loads(data)["metadata"]["uid"]
-            for key in keys
-            for (object_kind, _), (_, data) in self._objects.get(key, {}).items()
-            if object_kind == kind
-        }
-
-    def remove_uid(self, kind: str, uid: str) -> JobKey | None:
-        """Remove the object with this uid, and return the job that owned it."""
-        self._mark_deleted(uid)
-        for key, pods in self._pods.items():
-            for name, (_, pod) in pods.items():
-                if kind == "Pod" and pod.uid == uid:
-                    del pods[name]
-                    return key
-        for key, objects in self._objects.items():
-            for (object_kind, name), (_, data) in objects.items():
-                if object_kind == kind and json.loads(data)["metadata"]["uid"] == uid:
-                    del objects[object_kind, name]
-                    return key
-        return None
-
-    def _mark_deleted(self, uid: str) -> None:
+    def remove(self, uid: str) -> JobKey | None:
+        """Remove the object with this uid, and return the job that owned it. A newer one of the same name is kept."""
         self._versions.pop(uid, None)
         self._tombstones[uid] = None
         if len(self._tombstones) > _MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+        if uid not in self._places:
+            return None
+        key, place = self._places.pop(uid)
+        if place in self._objects[key] and self._objects[key][place].uid == uid:
+            del self._objects[key][place]
+        if not self._objects[key]:
+            del self._objects[key]
+        return key
+
+    def uids(self, kind: str, namespace: str) -> set[str]:
+        """Return the uids of all objects of a kind in a namespace, or in all namespaces if it is empty."""
+        return {uid for uid, (key, (known, _)) in self._places.items() if known == kind and namespace in ("", key[0])}
 
     def update_from_response(self, body: Manifest, kind: str) -> None:
         """Update an object from the response to a write, unless the watch has already delivered a later version."""
@@ -181,14 +152,15 @@ class ObjectCache:
 
     def pods(self, key: JobKey, uid: str) -> tuple[PodView, ...]:
         """Return the pods of the job with this uid, and none of an earlier job of the same name."""
-        return tuple(pod for owner_uid, pod in self._pods.get(key, {}).values() if owner_uid == uid)
+        entries = self._objects.get(key, {}).values()
+        return tuple(one.content for one in entries if one.owner == uid and isinstance(one.content, PodView))
 
     def objects(self, key: JobKey, uid: str) -> dict[tuple[str, str], dict[str, Any]]:
         """Return the other objects of the job with this uid, by kind and name."""
         return {
-            identity: json.loads(data)
-            for identity, (owner_uid, data) in self._objects.get(key, {}).items()
-            if owner_uid == uid
+            place: json.loads(entry.content)
+            for place, entry in self._objects.get(key, {}).items()
+            if entry.owner == uid and isinstance(entry.content, bytes)
         }
 
 
@@ -209,8 +181,8 @@ def _serialize(body: Manifest) -> bytes:
 class RuntimeCache:
     """The runtimes; there are few. A change causes the jobs that name the runtime to be reconciled."""
 
-    def __init__(self, jobs: ObjectCache, queue: WorkQueue[JobKey]) -> None:
-        self._jobs, self._queue = jobs, queue
+    def __init__(self, jobs: ObjectCache, on_change: Callable[[JobKey], None]) -> None:
+        self._jobs, self._on_change = jobs, on_change
         self._runtimes: dict[RuntimeKey, Manifest] = {}
 
     def settings(self, key: RuntimeKey) -> dict[str, Any] | None:
@@ -226,10 +198,6 @@ class RuntimeCache:
         if is_changed:
             self._reconcile_jobs(key)
 
-    def remove(self, body: Manifest, kind: str) -> None:
-        """Remove a runtime. A newer one of the same name is kept."""
-        self.remove_uid(kind, body["metadata"]["uid"])
-
     def uids(self, kind: str, namespace: str) -> set[str]:
         """Return the uids of all runtimes of a kind in a namespace, or in all namespaces if it is empty."""
         return {
@@ -238,16 +206,16 @@ class RuntimeCache:
             if key.kind == kind and namespace in ("", key.namespace)
         }
 
-    def remove_uid(self, kind: str, uid: str) -> None:
-        """Remove the runtime with this uid."""
+    def remove(self, uid: str) -> None:
+        """Remove the runtime with this uid. A newer one of the same name is kept."""
         for key, runtime in list(self._runtimes.items()):
-            if key.kind == kind and runtime["metadata"]["uid"] == uid:
+            if runtime["metadata"]["uid"] == uid:
                 del self._runtimes[key]
                 self._reconcile_jobs(key)
 
     def _reconcile_jobs(self, key: RuntimeKey) -> None:
         for job in self._jobs.jobs_with_runtime(key):
-            self._queue.add(job)
+            self._on_change(job)
 
 
 NAMESPACES = ResourceKind("Namespace", "", "v1", "namespaces")
@@ -259,37 +227,29 @@ class SelectedNamespaces:
     def __init__(self, on_change: Callable[[str], None]) -> None:
         """Begin without namespaces.
 
-        Args:
-            on_change: called with the name of a namespace that was added or removed.
+        *on_change* is called with the name of a namespace that was added or removed.
         """
         self._on_change = on_change
-        self._names: dict[str, str] = {}
-        """By uid."""
-        self._counts: Counter[object] = Counter()
-        """Name → number of its uids, of which a namespace that was created again has two for a moment."""
+        self._uids: dict[str, str] = {}
+        """By name; a namespace that was created again has its new uid."""
 
     def __contains__(self, name: object) -> bool:
         """Return whether a namespace is selected."""
-        return self._counts[name] > 0
+        return name in self._uids
 
     def uids(self, kind: str, namespace: str) -> set[str]:
         """Return the uids of all selected namespaces."""
-        return set(self._names)
+        return set(self._uids.values())
 
     def update(self, body: Manifest, kind: str) -> None:
         """Add a namespace."""
         name, uid = body["metadata"]["name"], body["metadata"]["uid"]
-        if uid not in self._names:
-            self._names[uid] = name
-            self._counts[name] += 1
+        if self._uids.get(name) != uid:
+            self._uids[name] = uid
             self._on_change(name)
 
-    def remove(self, body: Manifest, kind: str) -> None:
-        """Remove a namespace that was deleted or has lost the labels."""
-        self.remove_uid(kind, body["metadata"]["uid"])
-
-    def remove_uid(self, kind: str, uid: str) -> None:
-        """Remove the namespace with this uid."""
-        if (name := self._names.pop(uid, None)) is not None:
-            self._counts[name] -= 1
+    def remove(self, uid: str) -> None:
+        """Remove the namespace with this uid, which was deleted or has lost the labels."""
+        for name in [name for name, known in self._uids.items() if known == uid]:
+            del self._uids[name]
             self._on_change(name)

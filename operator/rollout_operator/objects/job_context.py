@@ -42,9 +42,7 @@ def parse_body(body: Manifest) -> RolloutJob:
 def has_managed_user(redis: Redis, *, by_default: bool) -> bool:
     """Return whether rollout-redis-users creates a Redis user for a job.
 
-    Args:
-        redis: the section of the job's spec.
-        by_default: whether it does so for a job whose manifest names no Redis server.
+    *by_default* says whether it does so for a job whose manifest names no Redis server.
     """
     return redis.managed or (by_default and redis.url is None and redis.url_from is None)
 
@@ -213,10 +211,7 @@ def _job_and_error(observed: Observed) -> tuple[RolloutJob, ManifestError | None
 def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Revision:
     """Return the revision of pods that are created from the current spec of a job.
 
-    Args:
-        job: the job.
-        default_image: the image of its pods if it names none.
-        has_runtime: whether a runtime may change the model cache, which is fixed otherwise.
+    *has_runtime* says whether a runtime may change the model cache, which is fixed otherwise.
     """
     spec = job.spec
     settings = spec.model_dump(

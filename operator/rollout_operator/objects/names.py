@@ -48,6 +48,16 @@ POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 KUEUE_GROUP = "kueue.x-k8s.io"
 WORKLOAD_KIND, WORKLOAD_PLURAL = "Workload", "workloads"
 
+COSCHEDULING_API = "scheduling.x-k8s.io/v1alpha1"
+"""API of the coscheduling plugin (kubernetes-sigs/scheduler-plugins)."""
+VOLCANO_API = "scheduling.volcano.sh/v1beta1"
+GANG_APIS = (COSCHEDULING_API, VOLCANO_API)
+"""APIs of schedulers with PodGroups. With one, the pods of each worker form a gang. Otherwise, the scheduler may start
+some pods of several workers, all of which then wait for the rest. Kueue avoids this by itself."""
+GANG_KIND, GANG_PLURAL = "PodGroup", "podgroups"
+COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
+VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"
+
 
 def selector(job: str, component: str | None = None) -> dict[str, str]:
     """Return the labels that select a job's pods, or only those of one component."""
@@ -83,14 +93,8 @@ def pod_name(job: str, component: str, slot: int | None = None, *, rank: int = 0
     """Return the name of a new head, worker or prefetch pod.
 
     The same name is used again as soon as it is free, so that two operators at once cannot create two pods for one
-    slot. Only a pod that a finalizer retains makes its successor have a suffix.
-
-    Args:
-        job: name of the job.
-        component: the component.
-        slot: slot of a worker.
-        rank: number of the pod in its worker.
-        taken: names of existing pods.
+    slot. Only a pod that a finalizer retains makes its successor have a suffix. *rank* is the number of the pod in its
+    worker, and *taken* are the names of existing pods.
     """
     name = f"{job}-{component}" if slot is None else f"{job}-{component}-{slot}"
     if rank:
@@ -105,13 +109,7 @@ def _with_suffixes(name: str) -> Iterator[str]:
 
 
 def pod_group(job: str, uid: str, started: str) -> str:
-    """Return the name of the group of pods that Kueue admits when a job starts or resumes.
-
-    Args:
-        job: name of the job.
-        uid: its uid.
-        started: when it started or resumed.
-    """
+    """Return the name of the group of pods that Kueue admits when a job starts or resumes."""
     digest = hashlib.sha256(f"{uid}/{started}".encode()).hexdigest()[:8]
     return f"{job}-{digest}"
 

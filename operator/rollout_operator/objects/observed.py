@@ -1,4 +1,4 @@
-"""The observed state of one job: the facts that plans are made from, extracted from Kubernetes objects."""
+"""The observed state of one job: the facts that plans are made from, of Kubernetes objects and of the head's status."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout_api.manifest.status import ProgressStatus
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import HeadStatus
 
 Manifest = Mapping[str, Any]
 """A Kubernetes object as the API server returns it."""
@@ -258,6 +260,97 @@ def _outcome(status: Manifest, phase: str, component: str) -> tuple[str, str, in
         if waiting is not None and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return waiting["reason"], waiting.get("message", ""), None
     return "", "", None
+
+
+STATUS_PERIOD_S = 10.0
+"""Seconds between two reads of the status of a running job's head."""
+STARTING_PERIOD_S = 2.0
+"""The same for a head that reports no engine yet, although a worker is ready."""
+
+
+class _Reported(BaseModel):
+    """A part of a head's status.
+
+    A running job keeps its image when the operator is upgraded, so unknown fields are ignored, and all have defaults.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class EngineStatus(_Reported):
+    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses."""
+
+    worker: str = ""
+    max_running: int = 0
+    assigned: int = 0
+    idle_seconds: float = 0.0
+
+
+class EnvironmentErrorStatus(_Reported):
+    """See :class:`rollout_api.protocol.status.EnvironmentErrors`."""
+
+    count: int = 0
+    problem: str = ""
+    message: str = ""
+
+
+class HeadStatus(_Reported):
+    """Fields of :class:`rollout_api.protocol.status.ServedStatus`, the status of a job, that the operator uses."""
+
+    weight_version: int = 0
+    waiting: int = 0
+    assigned: int = 0
+    done: int = 0
+    total: int | None = None
+    epoch: int | None = None
+    tokens: int = 0
+    accepted_per_step: float = 0.0
+    decoding_steps: int = 0
+    canaries: int = 0
+    distribution_drift: bool = False
+    unverified: tuple[str, ...] = ()
+    saved: float | None = None
+    tokens_per_second: float = 0.0
+    remaining_seconds: float | None = None
+    work_seconds: float | None = None
+    tail_seconds: float | None = None
+    redis_error: str | None = None
+    engine_errors: dict[str, str] = Field(default_factory=dict)
+    environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
+    engines: tuple[EngineStatus, ...] = ()
+
+    @property
+    def progress(self) -> ProgressStatus:
+        """The progress for the status of the job."""
+        return ProgressStatus(
+            done=self.done,
+            total=self.total,
+            open=self.waiting + self.assigned,
+            epoch=self.epoch,
+            weight_version=self.weight_version,
+            tokens=self.tokens,
+            tokens_per_second=round(self.tokens_per_second),
+            accepted_per_step=f"{self.accepted_per_step:.2f}" if self.decoding_steps else None,
+            seconds_left=None if self.remaining_seconds is None else round(self.remaining_seconds),
+            summary=str(self.done) if self.total is None else f"{self.done}/{self.total}",
+        )
+
+    @property
+    def time_saved(self) -> str | None:
+        """The share of decoding time that drafting has saved, for the status of the job."""
+        return None if self.saved is None else f"{round(100 * self.saved)}%"
+
+    @classmethod
+    def from_termination_message(cls, message: str) -> Self | None:
+        """Parse the last status of a head that succeeded, which is its container's termination message.
+
+        Returns None if the message is not a status.
+        """
+        try:
+            status = cls.model_validate_json(message)
+        except ValidationError:
+            return None
+        return status if "done" in status.model_fields_set else None
 
 
 @dataclass(frozen=True)

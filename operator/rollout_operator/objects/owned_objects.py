@@ -14,7 +14,6 @@ from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
 from rollout_operator.objects.observed import ClusterInfo, Observed
 from rollout_operator.objects.pods import MANIFEST_FILE, WEIGHTS_MOUNT, head_pod, server_pod, worker_pod
-from rollout_operator.objects.scheduling import gang
 from rollout_operator.objects.strategic_merge import PatchError
 
 DEPLOYMENT = "Deployment"
@@ -50,10 +49,7 @@ def _server_url(context: JobContext) -> str | None:
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
     """Return all objects except for pods, in the order of their creation.
 
-    Args:
-        context: the job.
-        cluster: the cluster.
-        workers: the desired number of workers.
+    *workers* is the desired number of workers.
     """
     objects = [
         _service_account(context),
@@ -65,10 +61,7 @@ def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) ->
     if cluster.disruption_budget_api is not None:
         objects.append(_disruption_budget(context, cluster, cluster.disruption_budget_api, workers))
     if context.gang_api is not None:
-        namespace, owner, size = context.job.metadata.namespace, context.owner_reference, context.pods_per_worker
-        objects += [
-            gang(context.gang_api, context.name, namespace, owner, slot=slot, size=size) for slot in range(workers)
-        ]
+        objects += [_gang(context, context.gang_api, slot) for slot in range(workers)]
     return objects
 
 
@@ -166,6 +159,12 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
     return {**budget, "spec": spec}
+
+
+def _gang(context: JobContext, api_version: str, slot: int) -> dict[str, Any]:
+    """Return the PodGroup of the worker in a slot, whose pods a scheduler then starts together."""
+    gang = owned_object(context, api_version, names.GANG_KIND, names.worker(context.name, slot), "pods")
+    return {**gang, "spec": {"minMember": context.pods_per_worker}}
 
 
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from rollout_api.manifest.accelerators import accelerator_labels
 from rollout_api.manifest.field_types import SecretKey, parse_quantity
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Server, Toleration, Workers
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.scheduling import join_gang, node_affinity
 from rollout_operator.objects.strategic_merge import PatchError, strategic_merge
 
 MANIFEST_FILE = "job.yaml"
@@ -47,6 +47,16 @@ _DO_NOT_DISRUPT = {
 """Annotations that make autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
 _GPU_CLAIM = "gpus"
 """Name, within a worker pod, of the ResourceClaim that gives it its GPUs."""
+_SERVES_STATUS = {
+    "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
+    "readinessProbe": {
+        "httpGet": {"path": "/readyz", "port": "http"},
+        "periodSeconds": 5,
+        "timeoutSeconds": 3,
+        "failureThreshold": 3,
+    },
+}
+"""Fields of the containers of a head and a worker."""
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
@@ -69,8 +79,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
             f"--uid={context.uid}",
             f"--http-port={names.HTTP_PORT}",
         ],
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _readiness_probe("/readyz"),
+        **_SERVES_STATUS,
         "resources": _resources(head.resources) or {"requests": _head_requests(context.job)},
     }
     pod = _pod(
@@ -104,12 +113,7 @@ def worker_pod(
 ) -> dict[str, Any]:
     """Return a pod of the worker in a slot, which runs engines, or a part of one.
 
-    Args:
-        context: the job.
-        slot: the slot.
-        rank: number of the pod in its worker.
-        replacement: whether another pod had this slot and rank before.
-        taken: names of other pods.
+    *replacement* says whether another pod had this slot and rank before, and *taken* are the names of other pods.
     """
     spec = context.job.spec
     workers = spec.workers
@@ -123,8 +127,7 @@ def worker_pod(
             *([f"--group={names.worker(context.name, slot)}"] if context.pods_per_worker > 1 else []),
             *([f"--rank={rank}"] if rank else []),
         ],
-        "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _readiness_probe("/readyz"),
+        **_SERVES_STATUS,
         "resources": _worker_resources(workers),
     }
     tolerations = [*workers.tolerations, *_gpu_tolerations(workers)]
@@ -133,8 +136,10 @@ def worker_pod(
     pod["metadata"]["labels"] |= {names.SLOT_LABEL: str(slot), names.RANK_LABEL: str(rank)}
     if replacement:
         pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
-    if context.gang_api is not None:
-        join_gang(context.gang_api, pod["metadata"], names.worker(context.name, slot))
+    if context.gang_api == names.COSCHEDULING_API:
+        pod["metadata"]["labels"][names.COSCHEDULING_LABEL] = names.worker(context.name, slot)
+    elif context.gang_api is not None:
+        pod["metadata"]["annotations"][names.VOLCANO_ANNOTATION] = names.worker(context.name, slot)
     pod["spec"] |= {
         "terminationGracePeriodSeconds": workers.drain_seconds + HANDOVER_GRACE_S,
         "topologySpreadConstraints": _spread_over_nodes(context, names.WORKER),
@@ -142,7 +147,13 @@ def worker_pod(
     if workers.runtime_class_name is not None:
         pod["spec"]["runtimeClassName"] = workers.runtime_class_name
     if workers.accelerator is not None and workers.gpus_per_worker:
-        pod["spec"]["affinity"] = {"nodeAffinity": node_affinity(workers.accelerator)}
+        # Nodes on which any of these labels names the kind of GPU are accepted.
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": values}]}
+            for key, values in accelerator_labels(workers.accelerator).items()
+        ]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        pod["spec"]["affinity"] = {"nodeAffinity": required}
     if _claims_gpus(workers):
         claim = {"name": _GPU_CLAIM, "resourceClaimTemplateName": workers.device_claim_template}
         pod["spec"]["resourceClaims"] = [claim]
@@ -237,12 +248,8 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
     """Return the pod that marks the job as ended in Redis and moves finished rollouts to the history.
 
     It runs where the head may run, with what ``head.podTemplate`` adds to the head's container and pod, such as the
-    certificates of an authority. Its commands and further containers of the template are left out.
-
-    Args:
-        context: the job.
-        delete_messages: whether to delete the job's messages immediately.
-        reason: the message for the job's clients.
+    certificates of an authority. Its commands and further containers of the template are left out. *reason* is the
+    message for the job's clients.
     """
     container = {
         "name": names.CLEANUP,
@@ -291,15 +298,6 @@ def _spread_over_nodes(context: JobContext, component: str) -> list[dict[str, An
             "labelSelector": {"matchLabels": names.selector(context.name, component)},
         }
     ]
-
-
-def _readiness_probe(path: str) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": 5,
-        "timeoutSeconds": 3,
-        "failureThreshold": 3,
-    }
 
 
 def _resources(resources: Resources, extended: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -417,40 +415,31 @@ def _pod(
 
 
 def _environment(context: JobContext, *, models_are_read_only: bool) -> list[dict[str, Any]]:
-    job = context.job
-    variables: list[dict[str, Any]] = [
-        {"name": "HOME", "value": "/tmp"},
-        {"name": "USER", "value": "rollout"},
-        {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-    ]
+    spec = context.job.spec
+    values = {"HOME": "/tmp", "USER": "rollout", "ROLLOUT_MODEL_CACHE": _MODELS_MOUNT, "HF_HOME": _HUB_HOME}
     if models_are_read_only:
         # The libraries write other files than models, too. Without access to the hub they never want to update a model,
         # so that all pods load the same commit, even if the branch has moved on.
-        variables += [
-            {"name": "HF_HOME", "value": "/tmp/huggingface"},
-            {"name": "HF_HUB_CACHE", "value": f"{_HUB_HOME}/hub"},
-            {"name": "HF_HUB_OFFLINE", "value": "1"},
-        ]
-    else:
-        variables.append({"name": "HF_HOME", "value": _HUB_HOME})
-    secret = context.redis_secret
-    if secret is not None:
-        variables.append(_from_secret("ROLLOUT_REDIS_URL", secret))
-    else:
-        variables.append({"name": "ROLLOUT_REDIS_URL", "value": job.spec.redis.url})
-    history = job.spec.history.redis
-    if history.url_from is not None:
-        variables.append(_from_secret("ROLLOUT_HISTORY_REDIS_URL", history.url_from.secret_key_ref))
-    elif history.url is not None:
-        variables.append({"name": "ROLLOUT_HISTORY_REDIS_URL", "value": history.url})
-    if job.spec.model.token_secret_ref is not None:
-        variables.append(_from_secret("HF_TOKEN", job.spec.model.token_secret_ref))
-    return variables
-
-
-def _from_secret(name: str, secret: SecretKey) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        values |= {"HF_HOME": "/tmp/huggingface", "HF_HUB_CACHE": f"{_HUB_HOME}/hub", "HF_HUB_OFFLINE": "1"}
+    secrets: dict[str, SecretKey] = {}
+    if context.redis_secret is not None:
+        secrets["ROLLOUT_REDIS_URL"] = context.redis_secret
+    elif spec.redis.url is not None:
+        values["ROLLOUT_REDIS_URL"] = spec.redis.url
+    if spec.history.redis.url_from is not None:
+        secrets["ROLLOUT_HISTORY_REDIS_URL"] = spec.history.redis.url_from.secret_key_ref
+    elif spec.history.redis.url is not None:
+        values["ROLLOUT_HISTORY_REDIS_URL"] = spec.history.redis.url
+    if spec.model.token_secret_ref is not None:
+        secrets["HF_TOKEN"] = spec.model.token_secret_ref
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+            for name, secret in secrets.items()
+        ),
+    ]
 
 
 def _volumes(

@@ -62,11 +62,7 @@ def job_with_runtime(job: Manifest, runtime: Mapping[str, Any]) -> dict[str, Any
     """Return a job that has its own settings, and those of a runtime where it has none, and that names no runtime.
 
     Mappings are merged by key, also those of resources and node selectors. Lists are replaced as a whole. Pod templates
-    are combined by strategic merge.
-
-    Args:
-        job: the job.
-        runtime: the ``spec`` of the runtime.
+    are combined by strategic merge. *runtime* is the ``spec`` of the runtime.
 
     Raises:
         ManifestError: if the pod templates cannot be combined.
@@ -94,11 +90,7 @@ def _merged(runtime: Mapping[str, Any], own: Mapping[str, Any], path: str) -> di
 def name_runtime_in(error: ManifestError, job: Manifest, runtime: Mapping[str, Any], key: RuntimeKey) -> ManifestError:
     """Return an error about a merged job that says which of the fields are set by the runtime.
 
-    Args:
-        error: the error.
-        job: the job, with its own settings only.
-        runtime: the ``spec`` of the runtime.
-        key: identifies the runtime.
+    *job* has its own settings only, and *runtime* is the ``spec`` of the runtime.
     """
     return ManifestError(
         [

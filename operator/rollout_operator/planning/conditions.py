@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from rollout_api.manifest.status import Condition, ConditionType, State
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import HeadStatus
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.observed import Observed, PodView, format_timestamp
+from rollout_operator.objects.observed import HeadStatus, Observed, PodView, format_timestamp
 from rollout_operator.planning.actions import PlanBuilder
 from rollout_operator.planning.teardown import POD_NOT_TERMINATING, describe_overdue
 

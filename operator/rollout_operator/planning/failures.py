@@ -112,16 +112,11 @@ def _matches(rule: FailureRule, pod: PodView, reason: str) -> bool:
 
 
 def record_failures(
-    builder: PlanBuilder, observed: Observed, status: RolloutJobStatus, lifecycle: Lifecycle, recorded: set[str]
+    builder: PlanBuilder, observed: Observed, status: RolloutJobStatus, lifecycle: Lifecycle, listed: set[str]
 ) -> tuple[RolloutJobStatus, tuple[str, str] | None]:
     """Add newly failed pods to the status of a job, a limited number at a time.
 
-    Args:
-        builder: the plan, to which Events about the failures are added.
-        observed: the observed job.
-        status: its status.
-        lifecycle: the manifest's section.
-        recorded: uids of the failed pods that the status already lists.
+    *listed* are the uids of the failed pods that the status already lists.
 
     Returns:
         The status, and reason and message if the job has to fail.
@@ -137,7 +132,7 @@ def record_failures(
         if pod.component in JOB_COMPONENTS
         and (pod.phase == "Failed" or pod.is_stuck(observed.now, lifecycle.ready_timeout_seconds))
         and not pod.deleting
-        and pod.uid not in recorded
+        and pod.uid not in listed
     ]
     if len(new) > _MAX_NEW_FAILURES:
         builder.requeue(0.0)

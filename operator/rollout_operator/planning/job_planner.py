@@ -15,9 +15,16 @@ from rollout_api.manifest.status import (
     WorkersStatus,
 )
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.objects.job_context import JobContext, changed_settings, revision_of
-from rollout_operator.objects.observed import Observed, PodView, format_timestamp, parse_timestamp
+from rollout_operator.objects.observed import (
+    STARTING_PERIOD_S,
+    STATUS_PERIOD_S,
+    HeadStatus,
+    Observed,
+    PodView,
+    format_timestamp,
+    parse_timestamp,
+)
 from rollout_operator.objects.owned_objects import (
     DEPLOYMENT,
     check_pods_can_run,
@@ -73,7 +80,7 @@ class JobPlanner:
         status_fields = {name: value for name, value in observed.status.items() if name != "conditions"}
         self.status = RolloutJobStatus.model_validate(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
-        self.recorded_failures = {failure.uid for failure in self.status.failures}
+        self.listed_failures = {failure.uid for failure in self.status.failures}
         wanted = self.wanted_context
         self.wanted_revision = revision_of(wanted.job, observed.default_image, has_runtime=wanted.has_runtime)
 
@@ -165,7 +172,7 @@ class JobPlanner:
         self._set_accepted()
         self._record_prefetch()
         self.status, failure = record_failures(
-            self.builder, self.observed, self.status, self.job.spec.lifecycle, self.recorded_failures
+            self.builder, self.observed, self.status, self.job.spec.lifecycle, self.listed_failures
         )
         failure = failure or self._check_deadline()
         if failure is not None:
@@ -315,7 +322,7 @@ class JobPlanner:
         backoff = backoff_delay(failure_times, self.observed.now)
         if backoff:
             self.builder.requeue(backoff)
-        pods = PodPlanner(self.observed, self.context, self.builder, self.recorded_failures, backoff)
+        pods = PodPlanner(self.observed, self.context, self.builder, self.listed_failures, backoff)
         conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
         workers: list[PodView] = []
         if self._waits_for_model:

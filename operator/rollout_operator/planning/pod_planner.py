@@ -10,9 +10,8 @@ from functools import cached_property
 
 from rollout_api.manifest.pod_spec import Workers
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STATUS_PERIOD_S, EngineStatus, HeadStatus
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.observed import Observed, PodView
+from rollout_operator.objects.observed import STATUS_PERIOD_S, EngineStatus, HeadStatus, Observed, PodView
 from rollout_operator.objects.pods import head_pod, prefetch_pod, worker_pod
 from rollout_operator.planning.actions import Create, DeletePod, PlanBuilder
 from rollout_operator.planning.teardown import delete_pods
@@ -97,7 +96,7 @@ class PodPlanner:
     observed: Observed
     context: JobContext
     builder: PlanBuilder
-    recorded_failures: set[str]
+    listed_failures: set[str]
     """Uids of failed pods that the status already lists. Other failed pods must be recorded before they are deleted."""
     backoff: float
     """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
@@ -131,9 +130,7 @@ class PodPlanner:
     def plan_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers, and the pods of each, until there are *desired* ones, at most one per slot.
 
-        Args:
-            desired: the desired number of workers.
-            slots_used: number of slots that ever had a worker; a new pod in one of these is a replacement.
+        *slots_used* is the number of slots that ever had a worker; a new pod in one of these is a replacement.
 
         Returns:
             The leaders that exist now and are neither terminated nor being deleted.
@@ -254,10 +251,10 @@ class PodPlanner:
                 delete_pods(self.builder, [pod], self.observed)
                 terminating.append(pod)
                 self.builder.requeue(STATUS_PERIOD_S)
-            elif not pod.terminated and pod.uid not in self.recorded_failures:
+            elif not pod.terminated and pod.uid not in self.listed_failures:
                 live.append(pod)
             else:
-                if pod.phase == "Succeeded" or pod.uid in self.recorded_failures:
+                if pod.phase == "Succeeded" or pod.uid in self.listed_failures:
                     self.builder.actions.append(DeletePod(pod.name, pod.uid))
                 terminating.append(pod)
         return live, terminating

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rollout_api.manifest.rollout_job import ManifestError
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STATUS_PERIOD_S
 from rollout_operator.objects.job_context import JobContext
-from rollout_operator.objects.observed import Observed, PodView, Target
+from rollout_operator.objects.observed import STATUS_PERIOD_S, Observed, PodView, Target
 from rollout_operator.objects.owned_objects import cleanup_objects, connection
 from rollout_operator.objects.pods import cleanup_pod
 from rollout_operator.planning.actions import (

@@ -32,16 +32,16 @@
       text += token;
     });
     flush();
-    if (rollout.tokens.length < rollout.length) {
-      parent.append(element("span", { className: "omitted" }, ` … ${rollout.length - rollout.tokens.length} further tokens`));
+    if (rollout.tokens.length < rollout.num_tokens) {
+      parent.append(element("span", { className: "omitted" }, ` … ${rollout.num_tokens - rollout.tokens.length} further tokens`));
     }
   }
 
   function facts(rollout) {
     const reward = rollout.reward === null ? "no reward" : `reward ${Number(rollout.reward.toPrecision(3))}`;
     const drafted = rollout.sources.filter((code) => code > 0).length;
-    return element("header", { title: rollout.id },
-      element("b", {}, reward), element("span", {}, `${rollout.length} tokens`), element("span", {}, rollout.reason),
+    return element("header", { title: rollout.rollout_id },
+      element("b", {}, reward), element("span", {}, `${rollout.num_tokens} tokens`), element("span", {}, rollout.finish_reason),
       element("span", {}, rollout.sources.length ? `${Math.round(100 * drafted / rollout.tokens.length)} % from drafts` : "no drafts"));
   }
 
@@ -65,7 +65,7 @@
     const first = Number(generationSelect.value);
     columns.replaceChildren(...all.slice(first, first + MAX_COLUMNS).map((generation) => {
       const rollouts = problem.rollouts.filter((one) => one.generation === generation);
-      const title = `weight version ${rollouts[0].version}` + (rollouts[0].version === generation ? "" : `, generation ${generation}`);
+      const title = `weight version ${rollouts[0].weight_version}` + (rollouts[0].weight_version === generation ? "" : `, generation ${generation}`);
       return element("div", { className: "column" }, element("h4", {}, title), element("div", { className: "cards" }, ...rollouts.map(card)));
     }));
   }
@@ -76,7 +76,7 @@
     const different = tokenDiff(A.tokens, B.tokens);
     comparison.replaceChildren(...[A, B].map((rollout, index) => {
       const header = facts(rollout), text = element("pre");
-      header.prepend(element("b", {}, `${"AB"[index]}: weight version ${rollout.version}`));
+      header.prepend(element("b", {}, `${"AB"[index]}: weight version ${rollout.weight_version}`));
       appendTokens(text, rollout, different[index]);
       return element("div", { className: "side" }, header, text);
     }));
@@ -85,7 +85,7 @@
   // The end of the prompt, which usually is the question, says more than an id that is a hash.
   function label(problem) {
     const text = (problem.prompt ?? "").replace(/<\|[^|>]*\|>(user|system|assistant)?/g, " ").replace(/\s+/g, " ").trim();
-    return text ? `${problem.id.slice(0, 12)} · ${text.length > 50 ? `…${text.slice(-50)}` : text}` : problem.id;
+    return text ? `${problem.problem_id.slice(0, 12)} · ${text.length > 50 ? `…${text.slice(-50)}` : text}` : problem.problem_id;
   }
 
   function showProblem() {
@@ -98,22 +98,22 @@
     }
     generationSelect.replaceChildren(...starts.map((start) => {
       const last = Math.min(all.length, start + MAX_COLUMNS) - 1;
-      const version = (generation) => problem.rollouts.find((one) => one.generation === generation).version;
+      const version = (generation) => problem.rollouts.find((one) => one.generation === generation).weight_version;
       const [oldest, newest] = [version(all[start]), version(all[last])];
       return element("option", { value: start }, oldest === newest ? `${newest}` : `${oldest} to ${newest}`);
     }));
     prompt.hidden = problem.prompt === null;
     prompt.querySelector("pre").textContent = problem.prompt ?? "";
     const omitted = document.getElementById("omitted");
-    omitted.hidden = !problem.omitted;
-    omitted.textContent = `Older rollouts that are not in the report: ${problem.omitted}.`;
+    omitted.hidden = !problem.num_omitted;
+    omitted.textContent = `Older rollouts that are not in the report: ${problem.num_omitted}.`;
     const last = problem.rollouts.at(-1);
     compared = { A: problem.rollouts.find((one) => one.generation === all[Math.max(0, all.length - 2)]), B: last };
     showColumns();
     showComparison();
   }
 
-  problemSelect.replaceChildren(...problems.map((problem, index) => element("option", { value: index, title: problem.id }, label(problem))));
+  problemSelect.replaceChildren(...problems.map((problem, index) => element("option", { value: index, title: problem.problem_id }, label(problem))));
   problemSelect.addEventListener("change", showProblem);
   generationSelect.addEventListener("change", showColumns);
   document.getElementById("show-sources").addEventListener("change", (event) => {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout_api import parse_job
-from rollout_tools.doctor.cluster.examination import examine_cluster
+from rollout_tools.doctor.cluster import examine_cluster
 from rollout_tools.doctor.findings import Finding, Severity
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane

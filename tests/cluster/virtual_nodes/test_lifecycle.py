@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import pytest
 from rollout_operator.objects import names
-from rollout_operator.objects.head_status import STATUS_PERIOD_S
+from rollout_operator.objects.observed import STATUS_PERIOD_S
 
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane

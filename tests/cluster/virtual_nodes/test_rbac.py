@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kubernetes import client
 from rollout_operator.objects import names
-from rollout_operator.objects.scheduling import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
+from rollout_operator.objects.names import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane

@@ -1,4 +1,4 @@
-"""How the objects of a cluster are judged."""
+"""How the objects of a cluster are checked."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from rollout_operator.objects.pods import head_pod, server_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.manifest.field_types import parse_quantity
-from rollout_tools.doctor.cluster.installation import (
+from rollout_tools.doctor.findings import Severity
+from rollout_tools.doctor.installation import (
     MIN_KUBERNETES,
     OPERATOR_SELECTOR,
-    judge_admission_policy,
-    judge_crd,
-    judge_lease,
-    judge_monitoring,
-    judge_operator,
-    judge_served_api,
-    judge_version,
-)
-from rollout_tools.doctor.cluster.namespace import (
-    judge_namespace,
-    judge_priority_class,
-    judge_quotas,
-    judge_worker_memory,
-    pod_needs,
-)
-from rollout_tools.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
-from rollout_tools.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
-from rollout_tools.doctor.cluster.permissions import (
     USER_ACCESSES,
     Access,
-    judge_operator_account,
-    judge_user,
+    check_admission_policy,
+    check_crd,
+    check_lease,
+    check_monitoring,
+    check_operator,
+    check_operator_account,
+    check_served_api,
+    check_user,
+    check_version,
     operator_accesses,
 )
-from rollout_tools.doctor.findings import Severity
+from rollout_tools.doctor.pods import (
+    check_claim,
+    check_dns,
+    check_name,
+    check_namespace,
+    check_network_policies,
+    check_nodes,
+    check_priority_class,
+    check_quotas,
+    check_storage_classes,
+    check_worker_memory,
+    pod_needs,
+    worker_labels,
+)
 from scripts.crd import documents
 from tests.support.cluster.chart import CHART, render_chart
 from tests.support.manifests import rollout_job
@@ -68,7 +71,7 @@ def manifest(**sections: Any) -> Any:
 )
 def test_workers_should_request_memory(workers: dict[str, Any], severity: Severity) -> None:
     (worker,) = (pods for pods in pod_needs(manifest(workers=workers)) if pods.component == "worker")
-    finding = judge_worker_memory(worker)
+    finding = check_worker_memory(worker)
     assert severity == finding.severity
     assert ("workers.resources.memory" in finding.advice) == (severity is WARNING)
 
@@ -85,7 +88,7 @@ def test_workers_should_request_memory(workers: dict[str, Any], severity: Severi
     ],
 )
 def test_kubernetes_must_be_new_enough(version: dict[str, str], severity: Severity) -> None:
-    assert severity == judge_version(version).severity
+    assert severity == check_version(version).severity
 
 
 def test_the_minimum_version_is_that_of_the_chart() -> None:
@@ -97,21 +100,21 @@ def test_crds_are_compared_with_those_of_this_release() -> None:
     established = {"conditions": [{"type": "Established", "status": "True"}]}
     for crd in documents().values():
         name = crd["metadata"]["name"]
-        assert OK == judge_crd(name, {**crd, "status": established}).severity
-        assert ERROR == judge_crd(name, crd).severity
-        assert ERROR == judge_crd(name, None).severity
+        assert OK == check_crd(name, {**crd, "status": established}).severity
+        assert ERROR == check_crd(name, crd).severity
+        assert ERROR == check_crd(name, None).severity
         other = copy.deepcopy({**crd, "status": established})
         other["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"].popitem()
-        assert WARNING == judge_crd(name, other).severity
+        assert WARNING == check_crd(name, other).severity
         other["spec"]["versions"] = [{**version, "name": "v1"} for version in crd["spec"]["versions"]]
-        assert ERROR == judge_crd(name, other).severity
+        assert ERROR == check_crd(name, other).severity
 
 
 def test_users_who_may_not_read_crds_learn_whether_jobs_are_served() -> None:
     served = {"resources": [{"name": "rolloutjobs"}, {"name": "rolloutjobs/status"}]}
-    assert [WARNING] == [one.severity for one in judge_served_api(served, ["rolloutjobs"])]
+    assert [WARNING] == [one.severity for one in check_served_api(served, ["rolloutjobs"])]
     for missing in (served, None):
-        (finding,) = judge_served_api(missing, ["rolloutjobs", "rolloutruntimes"])
+        (finding,) = check_served_api(missing, ["rolloutjobs", "rolloutruntimes"])
         assert ERROR == finding.severity
         assert "rolloutruntimes" in finding.seen
 
@@ -130,17 +133,17 @@ def operator_deployment(*namespaces: str, **status: Any) -> dict[str, Any]:
 def test_the_operator_must_be_ready_and_of_the_same_version() -> None:
     ready = operator_deployment(readyReplicas=2)
     version = ready["metadata"]["labels"]["app.kubernetes.io/version"]
-    (good,) = judge_operator([ready], "team", version)
+    (good,) = check_operator([ready], "team", version)
     assert (OK, f"das-system/das-operator, version {version}, 2 of 2 replicas ready") == (good.severity, good.seen)
-    assert [WARNING] == [one.severity for one in judge_operator([ready], "team", "9.9.9")]
-    assert [ERROR] == [one.severity for one in judge_operator([operator_deployment()], "team", version)]
-    assert [ERROR] == [one.severity for one in judge_operator([], "team", version)]
+    assert [WARNING] == [one.severity for one in check_operator([ready], "team", "9.9.9")]
+    assert [ERROR] == [one.severity for one in check_operator([operator_deployment()], "team", version)]
+    assert [ERROR] == [one.severity for one in check_operator([], "team", version)]
 
 
 def test_an_operator_may_be_limited_to_other_namespaces() -> None:
     others, own = operator_deployment("a", "b", readyReplicas=2), operator_deployment("team", readyReplicas=2)
-    assert [OK] == [one.severity for one in judge_operator([others, own], "team", None)]
-    (finding,) = judge_operator([others], "team", None)
+    assert [OK] == [one.severity for one in check_operator([others, own], "team", None)]
+    (finding,) = check_operator([others], "team", None)
     assert ERROR == finding.severity
     assert "no jobs of the namespace team" in finding.seen
 
@@ -149,24 +152,24 @@ def test_an_operator_may_be_limited_to_other_namespaces() -> None:
 def test_a_leader_renews_its_lease(age: int, severity: Severity) -> None:
     renewed = (NOW - timedelta(seconds=age)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     lease = {"spec": {"holderIdentity": "pod-1", "leaseDurationSeconds": 15, "renewTime": renewed}}
-    assert severity == judge_lease("a/b", lease, NOW).severity
+    assert severity == check_lease("a/b", lease, NOW).severity
 
 
 @pytest.mark.parametrize("lease", [None, {"spec": {}}, {"spec": {"holderIdentity": ""}}])
 def test_a_lease_that_nobody_holds_is_an_error(lease: dict[str, Any] | None) -> None:
-    assert ERROR == judge_lease("a/b", lease, NOW).severity
+    assert ERROR == check_lease("a/b", lease, NOW).severity
 
 
 def test_the_admission_policy_of_the_chart_is_recognized() -> None:
     objects = render_chart("das-system", admissionPolicy={"restrictPodTemplates": True})
     policies = [one for one in objects if one["kind"] == "ValidatingAdmissionPolicy"]
-    assert "das-operator-pod-templates" in judge_admission_policy(policies).seen
-    assert "not restricted" in judge_admission_policy([]).seen
+    assert "das-operator-pod-templates" in check_admission_policy(policies).seen
+    assert "not restricted" in check_admission_policy([]).seen
 
 
 def test_the_prometheus_operator_is_recognized() -> None:
-    assert "can be used" in judge_monitoring([{"name": "apps"}, {"name": "monitoring.coreos.com"}]).seen
-    assert "leave" in judge_monitoring([{"name": "apps"}]).seen
+    assert "can be used" in check_monitoring([{"name": "apps"}, {"name": "monitoring.coreos.com"}]).seen
+    assert "leave" in check_monitoring([{"name": "apps"}]).seen
 
 
 # Permissions
@@ -195,10 +198,10 @@ def test_a_subresource_is_a_field_of_its_own_in_a_review() -> None:
 
 def test_denied_accesses_are_named() -> None:
     denied = [USER_ACCESSES[0]]
-    finding = judge_user(denied, "team")
+    finding = check_user(denied, "team")
     assert (ERROR, "denied in team: create rolloutjobs.das.rollout.dev") == (finding.severity, finding.seen)
-    assert ERROR == judge_operator_account("x", denied, "team").severity
-    assert {OK} == {judge_user([], "team").severity, judge_operator_account("x", [], "team").severity}
+    assert ERROR == check_operator_account("x", denied, "team").severity
+    assert {OK} == {check_user([], "team").severity, check_operator_account("x", [], "team").severity}
 
 
 # The namespace
@@ -215,13 +218,13 @@ def test_denied_accesses_are_named() -> None:
 def test_the_pod_security_level_concerns_templates(
     labels: dict[str, str], uses_templates: bool, severity: Severity
 ) -> None:
-    (finding,) = judge_namespace("team", {"metadata": {"labels": labels}}, uses_templates=uses_templates)
+    (finding,) = check_namespace("team", {"metadata": {"labels": labels}}, uses_templates=uses_templates)
     assert severity == finding.severity
 
 
 def test_a_missing_namespace_or_priority_class_is_an_error() -> None:
-    assert [ERROR] == [one.severity for one in judge_namespace("team", None, uses_templates=False)]
-    assert (ERROR, OK) == (judge_priority_class("p", None).severity, judge_priority_class("p", {"value": 5}).severity)
+    assert [ERROR] == [one.severity for one in check_namespace("team", None, uses_templates=False)]
+    assert (ERROR, OK) == (check_priority_class("p", None).severity, check_priority_class("p", {"value": 5}).severity)
 
 
 def amounts(pod: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -289,7 +292,7 @@ def test_quotas_and_limits_that_reject_pods_are_errors(
 ) -> None:
     quotas = [{"metadata": {"name": "q"}, "spec": {"hard": hard}, "status": {"used": used}}] if hard else []
     ranges = [{"metadata": {"name": "l"}, "spec": {"limits": limits}}] if limits else []
-    (finding,) = judge_quotas(quotas, ranges, pod_needs(manifest(workers=QUOTA_JOB)))
+    (finding,) = check_quotas(quotas, ranges, pod_needs(manifest(workers=QUOTA_JOB)))
     assert (ERROR if problem else OK) == finding.severity
     assert problem in finding.seen
 
@@ -349,7 +352,7 @@ DNS_RULE = {"ports": [{"port": 53, "protocol": "UDP"}]}
     ],
 )
 def test_network_policies_that_cut_pods_off_are_errors(spec: dict[str, Any], blocked: str) -> None:
-    finding = judge_network_policies([policy(spec)], SELECTED, 6380)
+    finding = check_network_policies([policy(spec)], SELECTED, 6380)
     assert (ERROR if blocked else OK) == finding.severity
     assert blocked in finding.seen
 
@@ -359,15 +362,15 @@ def test_rules_of_several_network_policies_are_combined() -> None:
         policy({"podSelector": {}, "egress": [DNS_RULE]}),
         policy({"podSelector": {}, "egress": [{"ports": [{"port": 6379}]}]}),
     ]
-    assert OK == judge_network_policies(policies, SELECTED, None).severity
+    assert OK == check_network_policies(policies, SELECTED, None).severity
 
 
 def test_the_dns_server_must_be_ready() -> None:
     ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     failing = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
-    severities = [judge_dns(pods).severity for pods in ([ready, failing], [failing], [])]
+    severities = [check_dns(pods).severity for pods in ([ready, failing], [failing], [])]
     assert [OK, ERROR, WARNING] == severities
-    assert (OK, ERROR) == (judge_name("a.b", "").severity, judge_name("a.b", "unknown").severity)
+    assert (OK, ERROR) == (check_name("a.b", "").severity, check_name("a.b", "unknown").severity)
 
 
 # Nodes and volumes
@@ -409,13 +412,13 @@ def test_workers_need_nodes(
     nodes: list[dict[str, Any]], workers: dict[str, Any], severity: Severity, text: str
 ) -> None:
     parallel = workers.get("gpusPerWorker", 1) if workers.get("podsPerWorker") else 1
-    finding = judge_nodes(nodes, manifest(workers=workers, engine={"tensorParallelSize": parallel}).spec.workers)
+    finding = check_nodes(nodes, manifest(workers=workers, engine={"tensorParallelSize": parallel}).spec.workers)
     assert severity == finding.severity
     assert text in finding.seen + finding.advice
 
 
 def test_nodes_are_counted_without_a_manifest() -> None:
-    assert OK == judge_nodes([node()], None).severity
+    assert OK == check_nodes([node()], None).severity
 
 
 @pytest.mark.parametrize(
@@ -429,13 +432,13 @@ def test_nodes_are_counted_without_a_manifest() -> None:
     ],
 )
 def test_claims_must_be_bound(claim: dict[str, Any] | None, severity: Severity) -> None:
-    assert severity == judge_claim("models", claim).severity
+    assert severity == check_claim("models", claim).severity
 
 
 def test_a_default_storage_class_is_recognized() -> None:
     default = {"metadata": {"name": "ssd", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}}}
     assert (OK, "the default is ssd") == (
-        judge_storage_classes([default]).severity,
-        judge_storage_classes([default]).seen,
+        check_storage_classes([default]).severity,
+        check_storage_classes([default]).seen,
     )
-    assert WARNING == judge_storage_classes([{"metadata": {"name": "slow"}}]).severity
+    assert WARNING == check_storage_classes([{"metadata": {"name": "slow"}}]).severity

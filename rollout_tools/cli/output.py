@@ -1,9 +1,15 @@
-"""Output of the command line: live progress and the table of a finished job."""
+"""Output of commands: errors with exit codes, the progress of a job, and the table of a finished one."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
+from redis.exceptions import RedisError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -11,15 +17,83 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollout_api.errors import RolloutClientError
+from rollout_api.manifest.rollout_job import ManifestError
+from rollout_api.protocol.status import (
+    EXIT_DEADLINE,
+    EXIT_ENGINE,
+    EXIT_INTERRUPTED,
+    EXIT_MANIFEST,
+    EXIT_MODEL,
+    EXIT_REDIS,
+    EXIT_STATE,
+)
+from rollout_api.redis_client.connection import RedisUnusableError, explain_error
+from rollout_api.status_token import StatusTokenError
 from rollout_head.dataset.report import EpochMode, EpochRun, JobReport
 from rollout_head.dataset.trainer import DatasetProgress, DatasetTrainer
+from rollout_store.history.metadata import HistoryMismatchError
+from rollout_store.job.admission_rules import AdmissionError
+from rollout_store.job.engines import EngineError
+from rollout_store.models.model_source import ModelError
+from rollout_store.runtime.output import exit_with_error
+from rollout_tools.cli.job_address import JobAddressError
+from rollout_tools.launch.job_state import DeadlineError, StateError
+
+error_console = Console(stderr=True)
+
+
+@contextmanager
+def exit_with_message(
+    file: Path | None = None,
+    redis: str = "",
+    *,
+    interrupted: str = "finished rollouts are kept, and the same command continues from there",
+) -> Iterator[None]:
+    """Turn expected errors into a message and an exit code; unexpected errors keep their traceback.
+
+    Messages name the manifest *file*, and say what an interruption by the user means. Errors of Redis may come from the
+    server at the URL *redis*.
+    """
+    prefix = f"{file}: " if file is not None else ""
+    try:
+        yield
+    except ManifestError as error:
+        _fail_manifest(file, error)
+    except ModelError as error:
+        exit_with_error(EXIT_MODEL, f"{prefix}{error}")
+    except (RedisUnusableError, HistoryMismatchError) as error:
+        exit_with_error(EXIT_REDIS, str(error))
+    except RedisError as error:
+        if not redis:
+            raise
+        exit_with_error(EXIT_REDIS, str(explain_error(error, redis)))
+    except (EngineError, AdmissionError, RolloutClientError) as error:
+        exit_with_error(EXIT_ENGINE, str(error))
+    except (StateError, JobAddressError, StatusTokenError) as error:
+        exit_with_error(EXIT_STATE, str(error))
+    except DeadlineError as error:
+        exit_with_error(EXIT_DEADLINE, str(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        exit_with_error(EXIT_INTERRUPTED, f"interrupted; {interrupted}")
+
+
+def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:
+    count = len(error.errors)
+    error_console.print(
+        f"[bold red]error:[/] {escape(str(file))} has {count} error{'s' if count > 1 else ''}:", highlight=False
+    )
+    for field in error.errors:
+        error_console.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
+    sys.exit(EXIT_MANIFEST)
+
 
 _LIVE_INTERVAL_S = 0.25
 """Seconds between two updates of a job's progress on a terminal."""
 _LOG_INTERVAL_S = 10.0
 """Seconds between two lines about a job's progress elsewhere."""
 
-MODE_NAMES = {
+_MODE_NAMES = {
     EpochMode.DAS: "history",
     EpochMode.NON_SPECULATIVE: "plain vLLM",
 }
@@ -40,7 +114,7 @@ async def show_progress(trainer: DatasetTrainer, console: Console) -> None:
 def _progress_line(progress: DatasetProgress) -> Text:
     left, status = progress.remaining_seconds, progress.status
     text = (
-        f"epoch {progress.epoch}/{progress.epochs} · {MODE_NAMES[progress.mode]}: {progress.done}/{progress.total} "
+        f"epoch {progress.epoch}/{progress.epochs} · {_MODE_NAMES[progress.mode]}: {progress.done}/{progress.total} "
         f"rollouts, {status.get('assigned', 0)} running, {status.get('tokens_per_second', 0.0):,.0f} tokens/s, "
         f"{progress.accepted_per_step:.2f} accepted per step"
     )
@@ -78,7 +152,7 @@ def _cells(run: EpochRun) -> list[str]:
     return [
         str(run.epoch) if first else "",
         run.checkpoint if first else "",
-        MODE_NAMES[run.mode],
+        _MODE_NAMES[run.mode],
         f"{run.makespan:.1f} s" if run.makespan else "–",
         f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else "–",
         f"{run.drafted_per_step:.2f}" if speculative else "–",

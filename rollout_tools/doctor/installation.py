@@ -1,4 +1,4 @@
-"""Judges what of das-rollout is installed on a cluster: its API, and the operator."""
+"""Checks what of das-rollout is installed on a cluster: its API, the operator, and what it and users may do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from rollout_api.manifest.rollout_job import VERSION
-from rollout_tools.doctor.cluster.crd_digests import CRD_DIGESTS
-from rollout_tools.doctor.findings import Finding, error, ok, warning
+from rollout_api.manifest.rollout_job import GROUP, PLURAL, VERSION
+from rollout_tools.doctor.crd_digests import CRD_DIGESTS
+from rollout_tools.doctor.findings import Finding, error, error_if, ok, warning
 
 MIN_KUBERNETES = (1, 29)
 """The chart's ``kubeVersion``: the rules of the CRDs compare quantities, which CEL can do since then."""
@@ -37,18 +38,19 @@ def _normalized(value: Any) -> Any:
     return value
 
 
-def judge_version(version: Mapping[str, Any]) -> Finding:
-    """Judge the response of ``/version``."""
-    seen = str(version.get("gitVersion", "?"))
+def check_version(version: Mapping[str, Any]) -> Finding:
+    """Check the response of ``/version``."""
     numbers = tuple(int(re.sub(r"\D", "", str(version.get(part, "0"))) or 0) for part in ("major", "minor"))
-    if numbers < MIN_KUBERNETES:
-        needed = ".".join(map(str, MIN_KUBERNETES))
-        return error("Kubernetes", seen, f"the CRDs need Kubernetes {needed} or newer; upgrade the cluster")
-    return ok("Kubernetes", seen)
+    return error_if(
+        numbers < MIN_KUBERNETES,
+        "Kubernetes",
+        str(version.get("gitVersion", "?")),
+        f"the CRDs need Kubernetes {'.'.join(map(str, MIN_KUBERNETES))} or newer; upgrade the cluster",
+    )
 
 
-def judge_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
-    """Judge a CustomResourceDefinition; None if the cluster has none of this name."""
+def check_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
+    """Check a CustomResourceDefinition; None if the cluster has none of this name."""
     check = f"CRD {name.partition('.')[0]}"
     if crd is None:
         return error(check, "not installed", "install the chart with crds.install=true, or run kubectl apply -f crds/")
@@ -68,12 +70,11 @@ def judge_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
     return ok(check, f"{seen}, the schema of this release")
 
 
-def judge_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[str]) -> list[Finding]:
-    """Judge what the API server serves, for users who may not read CRDs.
+def check_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[str]) -> list[Finding]:
+    """Check what the API server serves, for users who may not read CRDs.
 
-    Args:
-        resource_list: response of ``/apis/das.rollout.dev/v1beta1``; None if there is none.
-        names: plural names of the kinds that jobs need.
+    *resource_list* is the response of ``/apis/das.rollout.dev/v1beta1``, if there is one, and *names* are the plural
+    names of the kinds that jobs need.
     """
     served = {one["name"] for one in (resource_list or {}).get("resources", ())}
     missing = [name for name in names if name not in served]
@@ -82,19 +83,16 @@ def judge_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[st
     return [warning("CRDs", "served, but this user may not read their schemas", "ask an administrator to compare them")]
 
 
-def judge_operator(deployments: Sequence[Mapping[str, Any]], namespace: str, own_version: str | None) -> list[Finding]:
-    """Judge the Deployments of the operator.
+def check_operator(deployments: Sequence[Mapping[str, Any]], namespace: str, own_version: str | None) -> list[Finding]:
+    """Check the Deployments of the operator.
 
-    Args:
-        deployments: Deployments with the operator's labels, of all namespaces.
-        namespace: namespace of jobs.
-        own_version: version of this command; None if it is unknown.
+    *deployments* are those with the operator's labels in all namespaces, and *namespace* is that of jobs.
     """
     if not deployments:
         return [
             error("operator", "not installed", "install the chart, charts/das-rollout; nothing runs jobs without it")
         ]
-    findings = [_judge_deployment(one, own_version) for one in deployments if serves(one, namespace)]
+    findings = [_check_deployment(one, own_version) for one in deployments if serves(one, namespace)]
     if findings:
         return findings
     names = ", ".join(_full_name(one) for one in deployments)
@@ -107,7 +105,7 @@ def judge_operator(deployments: Sequence[Mapping[str, Any]], namespace: str, own
     ]
 
 
-def _judge_deployment(deployment: Mapping[str, Any], own_version: str | None) -> Finding:
+def _check_deployment(deployment: Mapping[str, Any], own_version: str | None) -> Finding:
     version = (deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version", "?")
     ready = deployment.get("status", {}).get("readyReplicas", 0)
     replicas = deployment["spec"].get("replicas", 1)
@@ -146,13 +144,10 @@ def _values(deployment: Mapping[str, Any], option: str) -> Iterator[str]:
                 yield argument.removeprefix(option)
 
 
-def judge_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Finding:
-    """Judge the Lease of the operator, which its leader renews.
+def check_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Finding:
+    """Check the Lease of the operator, which its leader renews.
 
-    Args:
-        name: its namespace and name.
-        lease: the Lease; None if it does not exist.
-        now: the present time, with a time zone.
+    *name* has its namespace, *lease* is None if it does not exist, and *now* has a time zone.
     """
     advice = "no operator acts on jobs; see the operator's log, and whether the clock of this machine is right"
     spec = (lease or {}).get("spec", {})
@@ -160,13 +155,11 @@ def judge_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Fi
         return error("leader", f"nobody holds the Lease {name}", advice)
     age = now - datetime.fromisoformat(spec["renewTime"])
     seen = f"{spec['holderIdentity']} has renewed the Lease {name} {max(0, age.total_seconds()):.0f} s ago"
-    if age > timedelta(seconds=spec.get("leaseDurationSeconds", 0)):
-        return error("leader", seen, advice)
-    return ok("leader", seen)
+    return error_if(age > timedelta(seconds=spec.get("leaseDurationSeconds", 0)), "leader", seen, advice)
 
 
-def judge_admission_policy(policies: Sequence[Mapping[str, Any]]) -> Finding:
-    """Judge whether the chart's policy for pod templates is installed, which is optional."""
+def check_admission_policy(policies: Sequence[Mapping[str, Any]]) -> Finding:
+    """Check whether the chart's policy for pod templates is installed, which is optional."""
     found = [one["metadata"]["name"] for one in policies if _belongs_to_chart(one)]
     if found:
         return ok("pod templates", f"{', '.join(found)} rejects jobs whose podTemplate raises their privileges")
@@ -178,12 +171,91 @@ def _belongs_to_chart(policy: Mapping[str, Any]) -> bool:
     return labels.get("app.kubernetes.io/part-of") == "das-rollout"
 
 
-def judge_monitoring(groups: Sequence[Mapping[str, Any]]) -> Finding:
-    """Judge whether the Prometheus operator is installed, which is optional.
+def check_monitoring(groups: Sequence[Mapping[str, Any]]) -> Finding:
+    """Check whether the Prometheus operator is installed, which is optional.
 
-    Args:
-        groups: API groups that the API server serves.
+    *groups* are the API groups that the API server serves.
     """
     if any(group["name"] == "monitoring.coreos.com" for group in groups):
         return ok("monitoring", "the Prometheus operator's API is served, so monitoring.podMonitor can be used")
     return ok("monitoring", "no Prometheus operator; leave monitoring.podMonitor and alerts of the chart disabled")
+
+
+@dataclass(frozen=True)
+class Access:
+    """A verb on a kind of objects."""
+
+    verb: str
+    group: str
+    resource: str
+    """Plural name, with a subresource after a slash."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}" + (f".{self.group}" if self.group else "")
+
+    def attributes(self, namespace: str) -> dict[str, str]:
+        """Return the ``resourceAttributes`` of an access review."""
+        resource, _, subresource = self.resource.partition("/")
+        return {
+            "namespace": namespace,
+            "verb": self.verb,
+            "group": self.group,
+            "resource": resource,
+            "subresource": subresource,
+        }
+
+
+USER_ACCESSES = tuple(Access(verb, GROUP, PLURAL) for verb in ("create", "get", "list", "watch", "patch", "delete"))
+"""What a person needs in the namespace of their jobs."""
+
+_OPERATOR_VERBS: Mapping[tuple[str, str], str] = {
+    (GROUP, "rolloutjobs"): "list watch patch delete",
+    (GROUP, "clusterrolloutruntimes"): "list watch",
+    (GROUP, "rolloutruntimes"): "list watch",
+    (GROUP, "rolloutjobs/status"): "patch",
+    (GROUP, "rolloutjobs/finalizers"): "update",
+    ("", "pods"): "get list watch create delete",
+    ("", "pods/status"): "patch",
+    ("", "pods/log"): "get",
+    ("", "configmaps"): "get list watch create patch",
+    ("", "serviceaccounts"): "get list watch create patch",
+    ("", "services"): "get list watch create patch delete",
+    ("apps", "deployments"): "get list watch create patch delete",
+    ("networking.k8s.io", "networkpolicies"): "get list watch create patch delete",
+    ("policy", "poddisruptionbudgets"): "get list watch create patch",
+    ("", "events"): "list create",
+    ("kueue.x-k8s.io", "workloads"): "delete",
+    ("scheduling.x-k8s.io", "podgroups"): "get list watch create patch",
+    ("scheduling.volcano.sh", "podgroups"): "get list watch create patch",
+}
+"""The rules of the chart's template ``das-rollout.rules``; a test compares them."""
+
+
+def operator_accesses() -> Iterator[Access]:
+    """Yield what the operator needs in each namespace of jobs."""
+    for (group, resource), verbs in _OPERATOR_VERBS.items():
+        for verb in verbs.split():
+            yield Access(verb, group, resource)
+
+
+def check_user(denied: Sequence[Access], namespace: str) -> Finding:
+    """Check what the current user may not do."""
+    if denied:
+        return error(
+            "your permissions",
+            f"denied in {namespace}: {', '.join(map(str, denied))}",
+            "ask an administrator for the role edit there, with the chart's rbac.aggregateRoles=true",
+        )
+    return ok("your permissions", f"jobs may be created and changed in {namespace}")
+
+
+def check_operator_account(account: str, denied: Sequence[Access], namespace: str) -> Finding:
+    """Check what the operator's ServiceAccount may not do."""
+    if denied:
+        return error(
+            "operator's permissions",
+            f"{account} is denied in {namespace}: {', '.join(map(str, denied))}",
+            "jobs of this namespace are not run; upgrade the chart's release, or add the namespace to "
+            "operator.namespaces",
+        )
+    return ok("operator's permissions", f"{account} may do in {namespace} what jobs need")

@@ -1,4 +1,4 @@
-"""Examines a cluster: reads what each judgement needs, by kubectl. Nothing is changed."""
+"""Examines a cluster: reads what each check needs, by kubectl. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError
 from rollout_api.manifest.pod_spec import RUNTIME_PLURALS
 from rollout_api.manifest.rollout_job import API_VERSION, PLURAL, RolloutJob
 from rollout_api.redis_client.address import parse_address
-from rollout_tools.doctor.cluster.crd_digests import CRD_DIGESTS
-from rollout_tools.doctor.cluster.installation import (
+from rollout_tools.doctor.crd_digests import CRD_DIGESTS
+from rollout_tools.doctor.findings import Finding, error, ok, warning
+from rollout_tools.doctor.installation import (
     OPERATOR_SELECTOR,
-    judge_admission_policy,
-    judge_crd,
-    judge_lease,
-    judge_monitoring,
-    judge_operator,
-    judge_served_api,
-    judge_version,
-    lease_of,
-    serves,
-)
-from rollout_tools.doctor.cluster.namespace import (
-    judge_namespace,
-    judge_priority_class,
-    judge_quotas,
-    judge_worker_memory,
-    pod_needs,
-)
-from rollout_tools.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
-from rollout_tools.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
-from rollout_tools.doctor.cluster.permissions import (
     USER_ACCESSES,
     Access,
-    judge_operator_account,
-    judge_user,
+    check_admission_policy,
+    check_crd,
+    check_lease,
+    check_monitoring,
+    check_operator,
+    check_operator_account,
+    check_served_api,
+    check_user,
+    check_version,
+    lease_of,
     operator_accesses,
+    serves,
 )
-from rollout_tools.doctor.findings import Finding, error, ok, warning
+from rollout_tools.doctor.pods import (
+    check_claim,
+    check_dns,
+    check_name,
+    check_namespace,
+    check_network_policies,
+    check_nodes,
+    check_priority_class,
+    check_quotas,
+    check_storage_classes,
+    check_worker_memory,
+    pod_needs,
+    worker_labels,
+)
 
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _API_SERVER_NAME = "kubernetes.default.svc"
@@ -107,9 +110,7 @@ class ClusterApi:
     def review(self, kind: str, specs: Sequence[dict[str, Any]]) -> list[bool]:
         """Return for each access whether it is allowed.
 
-        Args:
-            kind: SelfSubjectAccessReview or SubjectAccessReview.
-            specs: what is asked.
+        *kind* is SelfSubjectAccessReview or SubjectAccessReview.
 
         Raises:
             ClusterError: if the API server answers with an error, or not at all.
@@ -132,14 +133,11 @@ class ClusterApi:
 def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: str | None) -> list[Finding]:
     """Examine the cluster of the kubeconfig, or of this pod.
 
-    Args:
-        job: the manifest; None if there is none.
-        namespace: namespace of jobs; None for that of the manifest, or else of the current context.
-        own_version: version of das-rollout; None if it is unknown.
+    Jobs are in *namespace*; None stands for that of the manifest, or else of the current context.
     """
     try:
         api = ClusterApi()
-        version = judge_version(api.get("/version"))
+        version = check_version(api.get("/version"))
     except ClusterError as failure:
         return [error("API server", "cannot be used", f"{failure}; check the kubeconfig, its user, and the network")]
     namespace = namespace or (job.metadata.namespace if job is not None else api.namespace)
@@ -153,7 +151,7 @@ def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: 
     ]
 
 
-def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
+def _examined(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
     """Return what *examine* finds, or that the user may not read what it needs."""
     try:
         found = examine()
@@ -181,33 +179,33 @@ def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
 
 
 def _installation(api: ClusterApi, namespace: str, own_version: str | None) -> list[Finding]:
-    findings = _judged("CRDs", lambda: _crds(api))
+    findings = _examined("CRDs", lambda: _crds(api))
     try:
         deployments = api.items("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR)
     except ClusterError as failure:
         findings.append(_not_examined("operator", failure))
     else:
-        findings += judge_operator(deployments, namespace, own_version)
+        findings += check_operator(deployments, namespace, own_version)
         for deployment in deployments:
             if serves(deployment, namespace):
-                findings += _judged("leader", partial(_lease, api, deployment))
-                findings += _judged("operator's permissions", partial(_account, api, deployment, namespace))
+                findings += _examined("leader", partial(_lease, api, deployment))
+                findings += _examined("operator's permissions", partial(_account, api, deployment, namespace))
     policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
     # Kubernetes has such policies since version 1.30.
-    findings += _judged(
-        "pod templates", lambda: judge_admission_policy((_optional(api, policies) or {}).get("items", ()))
+    findings += _examined(
+        "pod templates", lambda: check_admission_policy((_optional(api, policies) or {}).get("items", ()))
     )
-    findings += _judged("monitoring", lambda: judge_monitoring(api.get("/apis")["groups"]))
+    findings += _examined("monitoring", lambda: check_monitoring(api.get("/apis")["groups"]))
     return findings
 
 
 def _crds(api: ClusterApi) -> list[Finding]:
     try:
-        return [judge_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in CRD_DIGESTS]
+        return [check_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in CRD_DIGESTS]
     except ClusterError as failure:
         if failure.reason != _FORBIDDEN:
             raise
-    return judge_served_api(_optional(api, f"/apis/{API_VERSION}"), (PLURAL, *RUNTIME_PLURALS.values()))
+    return check_served_api(_optional(api, f"/apis/{API_VERSION}"), (PLURAL, *RUNTIME_PLURALS.values()))
 
 
 def _lease(api: ClusterApi, deployment: Mapping[str, Any]) -> list[Finding]:
@@ -216,41 +214,38 @@ def _lease(api: ClusterApi, deployment: Mapping[str, Any]) -> list[Finding]:
         return []
     namespace, name = reference
     lease = _optional(api, f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}")
-    return [judge_lease(f"{namespace}/{name}", lease, datetime.now(UTC))]
+    return [check_lease(f"{namespace}/{name}", lease, datetime.now(UTC))]
 
 
 def _account(api: ClusterApi, deployment: Mapping[str, Any], namespace: str) -> Finding:
     """Ask what the ServiceAccount of an operator may do in the namespace of jobs."""
     account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
     user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
-
-    accesses = list(operator_accesses())
-    specs = [{"user": user, "resourceAttributes": access.attributes(namespace)} for access in accesses]
-    return judge_operator_account(user, _denied(accesses, api.review("SubjectAccessReview", specs)), namespace)
+    denied = _denied(api, list(operator_accesses()), namespace, user=user)
+    return check_operator_account(user, denied, namespace)
 
 
-def _denied(accesses: Sequence[Access], allowed: Sequence[bool]) -> list[Access]:
-    return [access for access, is_allowed in zip(accesses, allowed, strict=True) if not is_allowed]
+def _denied(api: ClusterApi, accesses: Sequence[Access], namespace: str, *, user: str = "") -> list[Access]:
+    """Return what a user may not do in a namespace; without a name, what the current user may not do."""
+    kind, of_user = ("SubjectAccessReview", {"user": user}) if user else ("SelfSubjectAccessReview", {})
+    specs = [{**of_user, "resourceAttributes": access.attributes(namespace)} for access in accesses]
+    return [access for access, is_allowed in zip(accesses, api.review(kind, specs), strict=True) if not is_allowed]
 
 
 def _access(api: ClusterApi, namespace: str) -> list[Finding]:
-    def judge() -> Finding:
-        specs = [{"resourceAttributes": access.attributes(namespace)} for access in USER_ACCESSES]
-        return judge_user(_denied(USER_ACCESSES, api.review("SelfSubjectAccessReview", specs)), namespace)
-
-    return _judged("your permissions", judge)
+    return _examined("your permissions", lambda: check_user(_denied(api, USER_ACCESSES, namespace), namespace))
 
 
 def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[Finding]:
     core = f"/api/v1/namespaces/{namespace}"
     spec = job.spec if job is not None else None
     uses_templates = spec is not None and bool(spec.workers.pod_template or spec.head.pod_template)
-    findings = _judged(
-        "Pod Security", lambda: judge_namespace(namespace, _optional(api, core), uses_templates=uses_templates)
+    findings = _examined(
+        "Pod Security", lambda: check_namespace(namespace, _optional(api, core), uses_templates=uses_templates)
     )
-    findings += _judged(
+    findings += _examined(
         "quotas",
-        lambda: judge_quotas(
+        lambda: check_quotas(
             api.items(f"{core}/resourcequotas"),
             api.items(f"{core}/limitranges"),
             pod_needs(job) if job is not None else [],
@@ -258,26 +253,26 @@ def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[
     )
     policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
     labels = worker_labels(job.metadata.name if job is not None else "any")
-    findings += _judged(
-        "NetworkPolicies", lambda: judge_network_policies(api.items(policies), labels, _redis_port(job))
+    findings += _examined(
+        "NetworkPolicies", lambda: check_network_policies(api.items(policies), labels, _redis_port(job))
     )
     if job is not None and job.spec.runtime_ref is None:
-        findings += [judge_worker_memory(pods) for pods in pod_needs(job) if pods.component == "worker"]
+        findings += [check_worker_memory(pods) for pods in pod_needs(job) if pods.component == "worker"]
     if spec is not None:
         for claim in dict.fromkeys(
             name
             for name in (spec.model.cache.persistent_volume_claim, spec.weights.persistent_volume_claim)
             if name is not None
         ):
-            findings += _judged(f"claim {claim}", partial(_claim, api, core, claim))
+            findings += _examined(f"claim {claim}", partial(_claim, api, core, claim))
         if (name := spec.priority_class_name) is not None:
             path = f"/apis/scheduling.k8s.io/v1/priorityclasses/{name}"
-            findings += _judged("PriorityClass", lambda: judge_priority_class(name, _optional(api, path)))
+            findings += _examined("PriorityClass", lambda: check_priority_class(name, _optional(api, path)))
     return findings
 
 
 def _claim(api: ClusterApi, namespace_path: str, name: str) -> Finding:
-    return judge_claim(name, _optional(api, f"{namespace_path}/persistentvolumeclaims/{name}"))
+    return check_claim(name, _optional(api, f"{namespace_path}/persistentvolumeclaims/{name}"))
 
 
 def _redis_port(job: RolloutJob | None) -> int | None:
@@ -289,14 +284,14 @@ def _redis_port(job: RolloutJob | None) -> int | None:
 
 def _infrastructure(api: ClusterApi, job: RolloutJob | None) -> list[Finding]:
     workers = job.spec.workers if job is not None else None
-    findings = _judged("nodes", lambda: judge_nodes(api.items("/api/v1/nodes"), workers))
-    findings += _judged(
-        "storage class", lambda: judge_storage_classes(api.items("/apis/storage.k8s.io/v1/storageclasses"))
+    findings = _examined("nodes", lambda: check_nodes(api.items("/api/v1/nodes"), workers))
+    findings += _examined(
+        "storage class", lambda: check_storage_classes(api.items("/apis/storage.k8s.io/v1/storageclasses"))
     )
     if "KUBERNETES_SERVICE_HOST" in os.environ:
-        return [*findings, judge_name(_API_SERVER_NAME, _lookup_failure(_API_SERVER_NAME))]
+        return [*findings, check_name(_API_SERVER_NAME, _lookup_failure(_API_SERVER_NAME))]
     pods = "/api/v1/namespaces/kube-system/pods"
-    return findings + _judged("DNS", lambda: judge_dns(api.items(pods, labelSelector="k8s-app=kube-dns")))
+    return findings + _examined("DNS", lambda: check_dns(api.items(pods, labelSelector="k8s-app=kube-dns")))
 
 
 def _lookup_failure(name: str) -> str:

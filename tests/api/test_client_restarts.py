@@ -55,19 +55,6 @@ def test_restarted_trainer_receives_the_same_rollouts(redis_url: str, job: FakeJ
     assert 0 == num_results(job)
 
 
-def test_step_left_by_an_exception_keeps_its_rollouts(client: RolloutClient, job: FakeJob) -> None:
-    first: list[Rollout] = []
-    with job.serving():
-        with pytest.raises(ZeroDivisionError), client.step(1, PROMPTS) as step:
-            for rollout in step:
-                first.append(rollout)
-                if len(first) == 2:
-                    raise ZeroDivisionError
-        again = client.generate(PROMPTS, step=1)
-    assert 6 == len(job.sampled)
-    assert all(rollout in [r for group in again for r in group] for rollout in first)
-
-
 def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
     async def trainer() -> None:
         async with AsyncRolloutClient.connect(redis_url, job.name) as client:

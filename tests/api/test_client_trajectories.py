@@ -70,21 +70,6 @@ def test_turns_name_their_trajectory(client: RolloutClient, job: FakeJob) -> Non
     assert [1, 1] == [request.sampling.n for request in seen]
 
 
-def test_turns_answered_before_a_restart_are_not_sampled_again(redis_url: str, job: FakeJob) -> None:
-    for attempt in range(2):
-        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
-            step = client.step(0).start()
-            trajectory = step.trajectory([1, 2])
-            step.turn([trajectory])
-            trajectory.observe([9])
-            step.turn([trajectory])
-            assert 8 == len(trajectory.context) - 1
-            if attempt:
-                step.end()
-    assert 2 == len(job.sampled)
-    assert 0 == num_results(job)
-
-
 def test_refused_turn_is_an_error(client: RolloutClient, job: FakeJob) -> None:
     def refuse(request: RolloutRequest) -> None:
         job.refuse(request, "no")

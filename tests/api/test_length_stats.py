@@ -98,60 +98,7 @@ def test_survival_decreases(lengths: Lengths, one: float, other: float, so_far: 
     assert 1 >= stats.prob_longer_than(fewer, so_far=so_far) >= stats.prob_longer_than(more, so_far=so_far) >= 0
 
 
-@given(some_lengths, st.floats(0, CAP + 5), st.floats(0, CAP + 5))
-def test_survival_up_to_the_current_length_is_one(lengths: Lengths, so_far: float, less: float) -> None:
-    stats = LengthStats.from_lengths(lengths)
-    assert (
-        1 == stats.prob_longer_than(so_far, so_far=so_far) == stats.prob_longer_than(min(less, so_far), so_far=so_far)
-    )
-
-
-@given(at_least_one, st.randoms())
-def test_order_of_rollouts_is_irrelevant(lengths: Lengths, random: object) -> None:
-    shuffled = list(lengths)
-    random.shuffle(shuffled)
-    stats, other = LengthStats.from_lengths(lengths), LengthStats.from_lengths(shuffled)
-    assert [stats.prob_longer_than(at) for at in range(CAP)] == pytest.approx(
-        [other.prob_longer_than(at) for at in range(CAP)]
-    )
-
-
-@given(at_least_one, st.integers(1, 100))
-def test_distance_between_generations_is_irrelevant(lengths: Lengths, apart: int) -> None:
-    """A problem that is sampled in every hundredth generation is described as well as one that is sampled in each."""
-    stretched = [(apart * generation, length, cut_off) for generation, length, cut_off in lengths]
-    assert LengthStats.from_lengths(lengths) == LengthStats.from_lengths(stretched)
-
-
-@given(some_lengths)
-def test_truncation_changes_nothing_below_the_limit(lengths: Lengths) -> None:
-    cap = CAP // 2
-    capped = [(g, min(length, cap), cut_off or length > cap) for g, length, cut_off in lengths]
-    whole, cut = LengthStats.from_lengths(lengths), LengthStats.from_lengths(capped)
-    assert [whole.prob_longer_than(at) for at in range(cap)] == pytest.approx(
-        [cut.prob_longer_than(at) for at in range(cap)]
-    )
-
-
 # Censored rollouts.
-
-
-def test_censored_rollout_is_not_counted_as_ended() -> None:
-    stats = LengthStats.from_lengths([(0, 100, False), (0, 200, False), (0, 400, True), (0, 400, True)])
-    assert [0.75, 0.5, 0.5, 0.5] == [stats.prob_longer_than(than) for than in (100, 200, 400, 10**9)]
-    assert [100, 200, None] == [stats.quantile(p) for p in (0.25, 0.5, 0.51)]
-    assert (0.5, 400, 275) == (stats.censored_share, stats.longest, stats.mean)
-
-
-def test_rollout_censored_at_the_length_of_an_end_counts_as_longer() -> None:
-    assert 0.5 == LengthStats.from_lengths([(0, 400, False), (0, 400, True)]).prob_longer_than(400)
-
-
-def test_only_censored_rollouts() -> None:
-    stats = LengthStats.from_lengths([(0, 64, True)] * 5)
-    assert (5, 5.0, 1.0, 64.0, 64) == (stats.count, stats.weight, stats.censored_share, stats.mean, stats.longest)
-    assert [1, 1] == [stats.prob_longer_than(63), stats.prob_longer_than(1000, so_far=64)]
-    assert stats.quantile(0.01) is None
 
 
 def test_without_rollouts_no_end_is_expected() -> None:
@@ -161,23 +108,7 @@ def test_without_rollouts_no_end_is_expected() -> None:
     assert stats.quantile(0.5) is None
 
 
-def test_rollout_longer_than_all_others_is_expected_to_continue() -> None:
-    stats = ended(10, 20)
-    assert [0.5, 0, 1, 1] == [
-        stats.prob_longer_than(than, so_far=so_far) for than, so_far in [(15, 5), (20, 5), (21, 20), (9, 8)]
-    ]
-    assert (20, None) == (stats.quantile(0.5, so_far=10), stats.quantile(0.5, so_far=20))
-
-
 # Age.
-
-
-def test_weight_halves_after_four_generations() -> None:
-    stats = LengthStats.from_lengths([(generation, 10 if generation else 20, True) for generation in range(5)])
-    assert 0.5 + sum(0.5 ** (age / 4) for age in range(4)) == pytest.approx(stats.weight)
-    between = LengthStats.from_lengths([(900, 10, False), (0, 20, False)])
-    assert 1 + 0.5**0.25 == pytest.approx(between.weight), "generations without rollouts are not counted"
-    assert 0.5**0.25 / between.weight == pytest.approx(between.prob_longer_than(10))
 
 
 def test_tail_known_only_from_old_rollouts_is_kept() -> None:

@@ -60,12 +60,6 @@ def test_settings_of_a_sentinel_client_are_copied(sentinels: Sentinels, kind: ty
     assert [b"1", b"1"] == asyncio.run(write_during_a_failover(client, sentinels))
 
 
-def test_client_of_replicas_is_rejected() -> None:
-    manager = redis.sentinel.Sentinel([("127.0.0.1", free_port())])
-    with pytest.raises(InvalidRequestError, match="master_for"):
-        open_client(manager.slave_for("mymaster"))
-
-
 def test_unreachable_sentinels_are_named_in_the_error() -> None:
     ports = [free_port() for _ in range(3)]
     client = open_client(f"redis+sentinel://:secret@{','.join(f'127.0.0.1:{port}' for port in ports)}/main")

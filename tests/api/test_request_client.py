@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from rollout_api import (
     InvalidRequestError,
-    JobEndedError,
     Prompt,
-    RedisUnreachableError,
     RequestClient,
     RequestRefusedError,
     Rollout,
@@ -24,7 +21,6 @@ from rollout_api import (
 from rollout_api.client import result_reader
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
-from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for_async
 
 PROMPT = Prompt([1, 2, 3])
@@ -143,18 +139,6 @@ def test_a_cancelled_call_does_not_cancel_another_one_for_the_same_request(redis
     assert 2 == len(run(sample()))
 
 
-def test_refusals_are_errors(redis_url: str, job: FakeJob) -> None:
-    def refuse(request: RolloutRequest) -> None:
-        job.refuse(request, "not today")
-
-    async def sample() -> None:
-        async with connected(redis_url, job) as client:
-            await client.rollouts(PROMPT)
-
-    with job.serving(refuse), pytest.raises(RequestRefusedError, match="not today"):
-        run(sample())
-
-
 def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: FakeJob) -> None:
     async def sample() -> None:
         async with connected(redis_url, job) as client:
@@ -184,42 +168,6 @@ def test_updates_that_were_trimmed_are_found_by_the_check(
             return await client.rollouts(PROMPT)
 
     with job.serving(answer_silently):
-        assert 2 == len(run(sample()))
-
-
-def test_requests_that_redis_lost_are_sent_again(tmp_path: Path) -> None:
-    async def sample() -> list[Rollout]:
-        async with connected(server.url, job) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            job.redis.delete(job.keys.requests)
-            server.kill()
-            server.start()
-            await wait_for_async(lambda: bool(job.requests()))
-            job.answer(job.requests()[0])
-            return await task
-
-    with Server(tmp_path, appendonly=True) as server:
-        job = FakeJob(server.url)
-        assert 2 == len(run(sample()))
-
-
-def test_requests_fail_while_redis_is_unreachable_and_work_again_afterwards(tmp_path: Path) -> None:
-    async def sample() -> list[Rollout]:
-        async with RequestClient.connect(server.url, job.name, reconnect_timeout=1) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            server.kill()
-            with pytest.raises(RedisUnreachableError):
-                await task
-            with pytest.raises(RedisUnreachableError):
-                await client.rollouts(PROMPT)
-            server.start()
-            with job.serving():
-                return await client.rollouts(PROMPT)
-
-    with Server(tmp_path, appendonly=True) as server:
-        job = FakeJob(server.url)
         assert 2 == len(run(sample()))
 
 
@@ -259,19 +207,5 @@ def test_an_update_that_cannot_be_read_does_not_end_the_receiver(redis_url: str,
                 await call
             job.answer(job.requests()[0])
             assert 2 == len(await client.rollouts(PROMPT, request_id="a"))
-
-    run(sample())
-
-
-def test_an_ended_job_fails_its_requests(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> None:
-        async with connected(redis_url, job) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            job.set_state("failed", "out of GPUs")
-            with pytest.raises(JobEndedError, match="out of GPUs"):
-                await task
-            with pytest.raises(JobEndedError, match="out of GPUs"):
-                await client.rollouts(PROMPT)
 
     run(sample())

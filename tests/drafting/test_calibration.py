@@ -145,23 +145,6 @@ def test_a_probability_below_the_threshold_recovers() -> None:
     assert (0, 1) == (drafts[0], drafts[-1])
 
 
-def test_verified_tokens_are_counted_by_source() -> None:
-    index = SuffixIndex()
-    index.add("p", [(str(i), 0, [7, 8, 1, 2]) for i in range(8)])
-    handle = index.open("p", prompt=[5, 6, 3, 4])
-    index.extend(handle, [7, 8])
-    draft = index.draft(handle, 4)
-    assert (["history", "history"], [1, 2], 3) == (draft.sources, draft.tokens, draft.match_length)
-    index.extend(handle, [1])
-    index.extend(handle, [9])  # compared with the second token of the draft
-    assert (2, 2, 1) == tuple(index.counters()["history"])
-    index.extend(handle, [5, 6])
-    assert ["self", "self"] == index.draft(handle, 2).sources
-    index.extend(handle, [0, 4])
-    assert (2, 1, 0) == tuple(index.counters()["self"])
-    assert (0, 0, 0) == tuple(index.counters()["siblings"])
-
-
 def test_probabilities_remain_finite_after_a_surprise_following_a_long_match() -> None:
     """All levels, one for each source and match length, are almost certain, and all of them are wrong."""
     index = SuffixIndex()

@@ -178,13 +178,6 @@ def test_a_problem_added_again_is_in_the_pool_once() -> None:
     assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
 
 
-def test_a_long_rollout_does_not_fill_the_pool() -> None:
-    index = SuffixIndex(pool_tokens=LENGTH)
-    index.add("0", [("a", 0, text(0, LENGTH // 2)), ("b", 0, text(1, 100))])
-    assert 100 == index.pool_tokens()
-    assert [100_007, 100_008] == drafted(index, "other", ("cross_problem",), after=100_006)
-
-
 def test_rollouts_dropped_after_an_eviction_are_removed_from_the_pool() -> None:
     index = SuffixIndex(max_bytes=4 * one_problem_bytes(), pool_tokens=10 * LENGTH)
     for number in range(4):

@@ -52,29 +52,6 @@ def test_problems_are_trimmed_alike_and_the_least_recently_used_ones_first(
     )
 
 
-def test_nothing_is_deleted_below_the_cap() -> None:
-    assert [3, 1] == generations_to_keep([ProblemSize(300, 3), ProblemSize(100, 1)], 400)
-    assert [] == generations_to_keep([], 0)
-
-
-@pytest.mark.parametrize(
-    ("target", "kept"),
-    [
-        (600, [1, 2, 3]),
-        (599, [1, 2, 2]),
-        (500, [1, 2, 2]),
-        (499, [1, 1, 2]),
-        (400, [1, 1, 2]),
-        (300, [1, 1, 1]),
-        (299, [0, 1, 1]),
-        (100, [0, 0, 1]),
-        (99, [0, 0, 0]),
-    ],
-)
-def test_generations_are_deleted_before_problems(target: int, kept: list[int]) -> None:
-    assert kept == generations_to_keep([ProblemSize(100, 1), ProblemSize(200, 2), ProblemSize(300, 3)], target)
-
-
 @pytest.mark.parametrize("epochs", [1.5, 2.5, 7.2])
 def test_problem_sampled_once_per_epoch_is_still_there_when_it_is_sampled_again(epochs: float) -> None:
     """This holds if one epoch fits. If whole problems were deleted in the order of their use, all would be missing."""

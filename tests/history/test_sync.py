@@ -106,33 +106,6 @@ def wait_for_report(store: HistoryStore, sink: RecordingSink) -> None:
         wait_for(lambda: store.statistics.acceptance_by_age() == sink.ages, 10)
 
 
-def test_only_announced_problems_are_loaded(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
-    for problem in ("p", "q"):
-        append(store, problem, f"{problem}1", 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    assert index.rollouts("p") == names("p1")
-    assert index.rollouts("q") == []
-
-
-def test_all_batches_are_loaded_before_a_problem_is_ready(
-    store: HistoryStore, index: SuffixIndex, sync: HistorySync
-) -> None:
-    for number in range(1100):
-        append(store, "p", str(number), 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    assert len(index.rollouts("p")) == 1100
-    assert sync.counters.rollouts == 1100
-
-
-def test_new_rollouts_are_loaded_as_they_appear(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    append(store, "p", "later", 1)
-    wait_for(lambda: index.rollouts("p") == names("later"), 10)
-
-
 def test_rollouts_that_leave_the_window_are_dropped(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
     for generation in (1, 20):
         append(store, "p", str(generation), generation)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollout_api import ManifestError
 from rollout_api.manifest.spec import DatasetSource
 from tests.support.random_policies import make_policies
 
@@ -57,25 +56,6 @@ def test_rewards_are_the_generators_own(tokenizer: Any) -> None:
         assert problem.reward(f"so it is <answer>{answer}</answer>") == 1.0
         assert problem.reward(f"<answer>{answer + 1}</answer>") < 1.0
         assert problem.reward("no answer") < 1.0
-
-
-def test_errors_name_the_field_of_a_wrong_generator_or_setting(tokenizer: Any) -> None:
-    from rollout_head.dataset.problems import load_problems
-
-    wrong = DatasetSource.model_validate(
-        {
-            "tasks": [
-                {"name": "a", "generator": "chainsum"},
-                {"name": "b", "generator": "chain_sum", "config": {"min_terms": 5, "max_terms": 2}},
-                {"name": "c", "generator": "chain_sum", "config": {"colour": "red"}},
-            ]
-        }
-    )
-    with pytest.raises(ManifestError) as caught:
-        load_problems(wrong, tokenizer)
-    paths = [error.path for error in caught.value.errors]
-    assert [f"spec.source.dataset.tasks[{i}].{f}" for i, f in ((0, "generator"), (1, "config"), (2, "config"))] == paths
-    assert "did you mean chain_sum" in caught.value.errors[0].message
 
 
 def test_a_question_that_is_generated_twice_is_one_problem(tokenizer: Any) -> None:

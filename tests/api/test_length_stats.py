@@ -1,14 +1,27 @@
-"""Length statistics: compared with a textbook Kaplan–Meier estimate in exact fractions, and their invariants."""
+"""Statistics of lengths and rewards, compared with their definitions, and the encoding of their entries."""
 
 from __future__ import annotations
 
+import logging
+import math
+import struct
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api import LengthClass, LengthStats
+from rollout_api import LengthClass, LengthStats, RewardStats
+from rollout_api.protocol.length_entries import (
+    ENTRY_BYTES,
+    KEY_BYTES,
+    LengthEntry,
+    pack_entry,
+    pack_recent,
+    rollout_key,
+    unpack_entries,
+    unpack_recent,
+)
 
 CAP = 40
 Lengths = list[tuple[int, int, bool]]
@@ -186,3 +199,107 @@ def test_longer_rollouts_have_no_shorter_class(problem: Lengths, others: Lengths
 def test_quantile_rejects_invalid_probabilities(p: float) -> None:
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         ended(1).quantile(p)
+
+
+rewards = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False)
+entries = st.lists(
+    st.builds(LengthEntry, st.just(b"rollout_"), st.integers(0, 5), st.integers(1, 99), st.booleans(), rewards)
+)
+
+
+@given(entries, st.floats(-1e30, 1e30), st.integers(-2, 7))
+def test_statistics_follow_their_definitions(entries: list[LengthEntry], threshold: float, oldest: int) -> None:
+    stats = RewardStats.from_entries(entries, threshold=threshold, oldest_generation=oldest)
+    counted = [entry for entry in entries if entry.generation >= oldest]
+    known = [entry.reward for entry in counted if entry.reward is not None]
+    assert (len(counted), len(known)) == (stats.num_rollouts, stats.count)
+    if not known:
+        assert (None, None, None) == (stats.mean, stats.pass_rate, stats.newest_generation)
+        return
+    assert stats.mean is not None
+    assert math.isclose(sum(known) / len(known), stats.mean, rel_tol=1e-6, abs_tol=1e-6 * max(map(abs, known)))
+    [rounded] = struct.unpack("<f", struct.pack("<f", threshold))
+    assert sum(reward >= rounded for reward in known) / len(known) == stats.pass_rate
+    assert max(entry.generation for entry in counted if entry.reward is not None) == stats.newest_generation
+
+
+@given(st.floats(-1e30, 1e30))
+def test_reward_reaches_the_threshold_of_the_same_value(reward: float) -> None:
+    [stored] = struct.unpack("<f", struct.pack("<f", reward))
+    stats = RewardStats.from_entries([LengthEntry(b"rollout_", 1, 1, False, stored)], threshold=reward)
+    assert stats.pass_rate == 1.0
+
+
+@pytest.mark.parametrize(("threshold", "share"), [(1e300, 0.0), (-1e300, 1.0)])
+def test_threshold_beyond_binary32(threshold: float, share: float) -> None:
+    entry = LengthEntry(b"rollout_", 1, 1, False, 3.0e38)
+    assert share == RewardStats.from_entries([entry], threshold=threshold).pass_rate
+
+
+def test_infinite_rewards_of_other_programs_are_ignored() -> None:
+    entries = [LengthEntry(b"rollout_", 1, 1, False, reward) for reward in (math.inf, 1.0)]
+    stats = RewardStats.from_entries(entries)
+    assert (2, 1, 1.0) == (stats.num_rollouts, stats.count, stats.mean)
+
+
+lengths = st.integers(0, 2**31 - 1)
+recorded = st.tuples(st.text(max_size=20), lengths, st.booleans(), rewards)
+
+
+@given(st.dictionaries(st.integers(0, 2**53 - 1), st.lists(recorded, max_size=5), max_size=5))
+def test_entries_are_decoded_with_the_oldest_generation_first(
+    generations: dict[int, list[tuple[str, int, bool, float | None]]],
+) -> None:
+    stored = {
+        str(generation).encode(): b"".join(pack_entry(*rollout) for rollout in rollouts)
+        for generation, rollouts in generations.items()
+    }
+    expected = [
+        LengthEntry(rollout_key(rollout_id), generation, length, cut_off, reward)
+        for generation in sorted(generations)
+        for rollout_id, length, cut_off, reward in generations[generation]
+    ]
+    assert expected == unpack_entries(stored)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), lengths, st.booleans())))
+def test_recent_lengths_are_decoded_in_order(entries: list[tuple[int, int, bool]]) -> None:
+    assert entries == unpack_recent(pack_recent(*entry) for entry in entries)
+
+
+def test_entry_has_the_documented_layout() -> None:
+    entry = pack_entry("job/request/0/0", 300, True, 0.5)
+    assert (16, 8) == (ENTRY_BYTES, KEY_BYTES)
+    assert rollout_key("job/request/0/0") + bytes([0x59, 0x02, 0, 0]) + struct.pack("<f", 0.5) == entry
+    assert bytes([7, 0, 0, 0, 0x58, 0x02, 0, 0]) == pack_recent(7, 300, False)
+
+
+def test_keys_of_rollouts_are_distinct() -> None:
+    ids = [f"uid/request-{request}/{sample}/0" for request in range(50) for sample in range(20)]
+    assert len(ids) == len({rollout_key(one) for one in ids})
+
+
+@pytest.mark.parametrize(
+    ("field", "entries"),
+    [
+        (b"3", pack_entry("a", 1, False)[:-1]),
+        (b"-3", pack_entry("a", 1, False)),
+        (b"uid/request/0/0", b"3 120 stop"),
+        (b"", pack_entry("a", 1, False)),
+        (b"9" * 5000, pack_entry("a", 1, False)),
+    ],
+)
+def test_malformed_generation_is_skipped_and_reported(
+    field: bytes, entries: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = unpack_entries({field: entries, b"4": pack_entry("b", 9, True)})
+    assert [(4, 9, True)] == [(entry.generation, entry.length, entry.cut_off) for entry in read]
+    assert ["1 of 2 generations"] == [record.message[:18] for record in caplog.records]
+
+
+def test_malformed_recent_length_is_skipped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = unpack_recent([pack_recent(1, 5, False), b"short", pack_recent(2, 6, True)])
+    assert [(1, 5, False), (2, 6, True)] == read
+    assert ["1 of the latest rollouts' lengths"] == [record.message[:33] for record in caplog.records]

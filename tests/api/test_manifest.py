@@ -1,8 +1,9 @@
-"""Validation of manifests and its error messages."""
+"""Validation of manifests, its error messages, and the reference page."""
 
 from __future__ import annotations
 
 import copy
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.spec import Source
 from rollout_tools.cli.job_address import check_manifest, read_manifest
+from scripts import manifest_docs
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 SHORTEST: dict[str, Any] = {
     "apiVersion": "das.rollout.dev/v1beta1",
@@ -49,7 +53,7 @@ def test_the_shortest_manifest_has_defaults_for_everything_else() -> None:
     assert (job.spec.source.dataset.epochs, job.spec.sampling.n) == (1, 8)
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_valid(example: Path) -> None:
     assert read_manifest(example).kind == "RolloutJob"
 
@@ -297,3 +301,23 @@ def test_a_file_that_is_not_a_manifest_is_rejected(tmp_path: Path, text: str, me
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="No such file"):
         read_manifest(tmp_path / "none.yaml")
+
+
+def test_the_manifest_page_is_up_to_date_and_lists_every_source() -> None:
+    page = (ROOT / "docs" / "manifest.md").read_text()
+    assert manifest_docs.document() == page
+    assert all(f"| `source.{name}" in page for name in Source.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", "1"), ("500m", "0.5"), ("1.5", "1.5"), ("2k", "2000"), ("16Gi", str(16 * 2**30)), ("3T", "3e12")],
+)
+def test_quantity_is_parsed(text: str, value: str) -> None:
+    assert Decimal(value) == parse_quantity(text)
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "-1", "1e3", "1gi", "1KiB", "½"])
+def test_text_that_is_not_a_quantity_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="not a quantity"):
+        parse_quantity(text)

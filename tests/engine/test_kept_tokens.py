@@ -127,12 +127,6 @@ def test_settings_without_a_bound_of_the_kept_tokens_are_rejected(settings: dict
     )
 
 
-def test_a_prefix_without_kept_tokens_is_rejected() -> None:
-    prefix = Partial.model_validate({"token_ids": [1], "weight_spans": [{"start": 0, "weight_version": 0}]})
-    with pytest.raises(AdmissionError, match="kept_token_ids or omit the prefix"):
-        check_admission(Sampling(top_k=5, kept_tokens=True), 10, max_model_len=2048, speculative=True, prefix=prefix)
-
-
 @given(
     st.lists(st.sampled_from([-3.0, -1.0, -0.5, -np.inf]), min_size=1, max_size=60),
     st.integers(1, MAX_KEPT_TOP_K),

@@ -207,18 +207,15 @@ def test_pass_rates_of_several_problems(redis_url: str, job: FakeJob) -> None:
     assert [2, 2] == [one.count for one in recent.values()]
 
 
-def test_reads_many_problems_in_few_round_trips(redis_url: str, job: FakeJob) -> None:
+async def test_reads_many_problems_in_few_round_trips(redis_url: str, job: FakeJob) -> None:
     for index in range(600):
         record_rewards(job.redis, f"problem {index}", 1, [float(index % 2)])
 
-    async def trainer() -> tuple[dict[str, RewardStats], list[str]]:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            before = command_counts(job.redis)
-            stats = await client.reward_stats(f"problem {index}" for index in range(600))
-            after = command_counts(job.redis)
-            return stats, [name for name in after if name != "info" and after[name] - before.get(name, 0) > 20]
-
-    stats, used = run(trainer())
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        before = command_counts(job.redis)
+        stats = await client.reward_stats(f"problem {index}" for index in range(600))
+        after = command_counts(job.redis)
+        used = [name for name in after if name != "info" and after[name] - before.get(name, 0) > 20]
     assert [float(index % 2) for index in range(600)] == [one.pass_rate for one in stats.values()]
     assert used == ["hgetall"]  # in particular, the keys of the server are not scanned
 

@@ -26,7 +26,7 @@ from rollout_api import (
 )
 from rollout_api.client import job_monitor
 from rollout_api.redis_client.pipelined import PipelinedRedis
-from tests.support.client_tests import PROMPTS, num_results, run
+from tests.support.client_tests import PROMPTS, num_results
 from tests.support.fake_job import FakeJob
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
@@ -196,28 +196,25 @@ def test_many_results_are_released(client: RolloutClient, job: FakeJob) -> None:
     assert 0 == num_results(job)
 
 
-def test_results_stay_in_redis_until_they_are_taken(redis_url: str, job: FakeJob) -> None:
+async def test_results_stay_in_redis_until_they_are_taken(redis_url: str, job: FakeJob) -> None:
     count = 300
 
-    async def trainer() -> None:
-        async with (
-            AsyncRolloutClient.connect(redis_url, job.name) as client,
-            client.step(0, [Prompt([index + 1], sampling={"n": 1}) for index in range(count)]) as step,
-        ):
-            requests = await asyncio.to_thread(job.wait_for_requests, count)
-            for request in requests:
-                job.answer(request)
-            written = int(job.redis.hget(job.keys.results_written, "trainer") or 0)
-            await asyncio.to_thread(wait_for, lambda: num_unread_bytes(job) == written)
-            [first] = await step.take(1) or []
-            await asyncio.to_thread(wait_for, lambda: 0 < num_unread_bytes(job) < written)
-            others = [rollout async for rollout in step]
-            assert count == len({first.rollout_id, *(rollout.rollout_id for rollout in others)})
-            await asyncio.to_thread(wait_for, lambda: num_unread_bytes(job) == 0)
-            assert count == num_results(job)
-        assert 0 == num_results(job)
-
-    run(trainer())
+    async with (
+        AsyncRolloutClient.connect(redis_url, job.name) as client,
+        client.step(0, [Prompt([index + 1], sampling={"n": 1}) for index in range(count)]) as step,
+    ):
+        requests = await asyncio.to_thread(job.wait_for_requests, count)
+        for request in requests:
+            job.answer(request)
+        written = int(job.redis.hget(job.keys.results_written, "trainer") or 0)
+        await asyncio.to_thread(wait_for, lambda: num_unread_bytes(job) == written)
+        [first] = await step.take(1) or []
+        await asyncio.to_thread(wait_for, lambda: 0 < num_unread_bytes(job) < written)
+        others = [rollout async for rollout in step]
+        assert count == len({first.rollout_id, *(rollout.rollout_id for rollout in others)})
+        await asyncio.to_thread(wait_for, lambda: num_unread_bytes(job) == 0)
+        assert count == num_results(job)
+    assert 0 == num_results(job)
 
 
 def test_a_dead_client_does_not_read(redis_url: str, job: FakeJob) -> None:
@@ -233,19 +230,16 @@ def test_a_dead_client_does_not_read(redis_url: str, job: FakeJob) -> None:
         wait_for(lambda: num_unread_bytes(job) == 0)  # what its steps do not request is not counted
 
 
-def test_unread_step_does_not_block_another(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            unread = await client.step(0, [Prompt([1], sampling={"n": 1000})]).start()
-            async with client.step(1, [[2]]) as step:
-                requests = await asyncio.to_thread(job.wait_for_requests, 2)
-                await asyncio.to_thread(job.answer, requests[0])
-                job.answer(requests[1])
-                assert 2 == len([rollout async for rollout in step])
-            assert 1000 == len({rollout.rollout_id async for rollout in unread})
-            await unread.end()
-
-    run(trainer())
+async def test_unread_step_does_not_block_another(redis_url: str, job: FakeJob) -> None:
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        unread = await client.step(0, [Prompt([1], sampling={"n": 1000})]).start()
+        async with client.step(1, [[2]]) as step:
+            requests = await asyncio.to_thread(job.wait_for_requests, 2)
+            await asyncio.to_thread(job.answer, requests[0])
+            job.answer(requests[1])
+            assert 2 == len([rollout async for rollout in step])
+        assert 1000 == len({rollout.rollout_id async for rollout in unread})
+        await unread.end()
     assert 0 == num_results(job)
 
 
@@ -277,46 +271,37 @@ def test_client_waits_while_redis_is_full(
                 assert 6 == len(list(step))
 
 
-def test_step_can_end_while_redis_is_full(redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture) -> None:
+async def test_step_can_end_while_redis_is_full(redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture) -> None:
     """Releasing results is what frees memory."""
 
-    async def trainer() -> None:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            answered = await client.step(0, PROMPTS).start()
-            requests = await asyncio.to_thread(job.wait_for_requests, 3)
-            job.answer(requests[0])
-            await anext(aiter(answered))
-            with job.out_of_memory():
-                async with client.step(1, PROMPTS):
-                    # The client waits for memory to send the requests.
-                    await asyncio.to_thread(wait_for, lambda: "out of memory" in caplog.text)
-                await answered.end()
-                assert 0 == num_results(job)
-
-    run(trainer())
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        answered = await client.step(0, PROMPTS).start()
+        requests = await asyncio.to_thread(job.wait_for_requests, 3)
+        job.answer(requests[0])
+        await anext(aiter(answered))
+        with job.out_of_memory():
+            async with client.step(1, PROMPTS):
+                # The client waits for memory to send the requests.
+                await asyncio.to_thread(wait_for, lambda: "out of memory" in caplog.text)
+            await answered.end()
+            assert 0 == num_results(job)
     cancelled = [set(cancel.request_ids) for cancel in job.control_messages() if isinstance(cancel, Cancel)]
     assert [3, 2] == [len(ids) for ids in cancelled]
     assert cancelled[1] == {request.request_id for request in job.requests()}
 
 
-def test_step_can_be_cancelled_while_redis_is_full(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
+async def test_step_can_be_cancelled_while_redis_is_full(redis_url: str, job: FakeJob) -> None:
+    with job.out_of_memory():
         async with AsyncRolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
             await step.cancel()
             assert [] == [rollout async for rollout in step]
-
-    with job.out_of_memory():
-        run(trainer())
     assert [] == job.requests()
 
 
-def test_client_can_connect_while_redis_is_full(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
+async def test_client_can_connect_while_redis_is_full(redis_url: str, job: FakeJob) -> None:
+    with job.out_of_memory():
         async with AsyncRolloutClient.connect(redis_url, job.name):
             pass
-
-    with job.out_of_memory():
-        run(trainer())
 
 
 def test_a_job_in_which_nothing_is_open_takes_one_request_that_is_too_large(redis_url: str) -> None:

@@ -140,22 +140,19 @@ def test_each_client_receives_its_own_rollouts(redis_url: str, job: FakeJob) -> 
     assert 12 == len(set(job.sampled)) == len(job.sampled)
 
 
-def test_several_steps_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            earlier = await client.step(1, PROMPTS).start()
-            later = await client.step(2, PROMPTS).start()
-            requests = await asyncio.to_thread(job.wait_for_requests, 6)
-            for request in reversed(requests):
-                job.answer(request)
-            assert 6 == len([rollout async for rollout in earlier])
-            assert 6 == len([rollout async for rollout in later])
-            await later.end()
-            assert 6 == num_results(job)
-            await earlier.end()
-            assert 0 == num_results(job)
-
-    run(trainer())
+async def test_several_steps_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        earlier = await client.step(1, PROMPTS).start()
+        later = await client.step(2, PROMPTS).start()
+        requests = await asyncio.to_thread(job.wait_for_requests, 6)
+        for request in reversed(requests):
+            job.answer(request)
+        assert 6 == len([rollout async for rollout in earlier])
+        assert 6 == len([rollout async for rollout in later])
+        await later.end()
+        assert 6 == num_results(job)
+        await earlier.end()
+        assert 0 == num_results(job)
 
 
 def test_training_and_evaluation_may_share_a_step_number(client: RolloutClient, job: FakeJob) -> None:

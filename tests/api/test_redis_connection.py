@@ -444,16 +444,13 @@ def test_settings_of_a_sentinel_client_are_copied(sentinels: Sentinels, kind: ty
     assert [b"1", b"1"] == asyncio.run(write_during_a_failover(client, sentinels))
 
 
-def test_unreachable_sentinels_are_named_in_the_error() -> None:
+async def test_unreachable_sentinels_are_named_in_the_error() -> None:
     ports = [free_port() for _ in range(3)]
     client = open_client(f"redis+sentinel://:secret@{','.join(f'127.0.0.1:{port}' for port in ports)}/main")
 
-    async def ping() -> None:
-        await ClientRetryPolicy(server_name(client), 1).run(client.ping, action="ping")
-
     started = time.monotonic()
     with pytest.raises(RedisUnreachableError, match=f"main, whose Sentinels are 127.0.0.1:{ports[0]},") as caught:
-        asyncio.run(ping())
+        await ClientRetryPolicy(server_name(client), 1).run(client.ping, action="ping")
     assert time.monotonic() - started < 5
     assert "secret" not in str(caught.value)
 

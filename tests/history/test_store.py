@@ -181,23 +181,20 @@ def test_append_to_a_full_server_has_no_effect(redis_url: str) -> None:
     assert store.append("p", record("b"), newest=1) == AppendResult.APPENDED
 
 
-def test_length_lookup_keeps_statistics_for_a_while(redis_url: str) -> None:
+async def test_length_lookup_keeps_statistics_for_a_while(redis_url: str) -> None:
     client = redis.Redis.from_url(redis_url)
     store = HistoryStore(client, KEYS, window=3)
     store.append("p", record("0", tokens=10), newest=1)
 
-    async def look_up() -> None:
-        lengths = LengthLookup(store)
-        first = (await lengths.fetch(["p"]))["p"]
-        store.append("p", record("1", tokens=20), newest=1)
-        assert first is (await lengths.fetch(["p", "q"]))["p"]
-        await asyncio.sleep(LENGTH_LOOKUP_RETENTION_S + 0.1)
-        assert 15.0 == (await lengths.fetch(["p"]))["p"].mean
-
-    asyncio.run(look_up())
+    lengths = LengthLookup(store)
+    first = (await lengths.fetch(["p"]))["p"]
+    store.append("p", record("1", tokens=20), newest=1)
+    assert first is (await lengths.fetch(["p", "q"]))["p"]
+    await asyncio.sleep(LENGTH_LOOKUP_RETENTION_S + 0.1)
+    assert 15.0 == (await lengths.fetch(["p"]))["p"].mean
 
 
-def test_length_lookup_returns_empty_statistics_if_redis_does_not_answer(
+async def test_length_lookup_returns_empty_statistics_if_redis_does_not_answer(
     redis_url: str,
 ) -> None:
     client = redis.Redis.from_url(redis_url)
@@ -205,15 +202,12 @@ def test_length_lookup_returns_empty_statistics_if_redis_does_not_answer(
     for number, tokens in enumerate((10, 20)):
         store.append("known", record(str(number), tokens=tokens), newest=1)
 
-    async def look_up() -> None:
-        impatient = HistoryStore(connect_history(redis_url, timeout=0.2), KEYS, window=3)
-        found = await LengthLookup(impatient).fetch(["known", "new", "known"])
-        assert {"known": 15.0, "new": 0.0} == {problem: stats.mean for problem, stats in found.items()}
-        lengths = LengthLookup(impatient)
-        client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
-        started = time.monotonic()
-        for _ in range(20):
-            assert {"new": NO_LENGTH_STATS, "known": NO_LENGTH_STATS} == await lengths.fetch(["new", "known"])
-        assert time.monotonic() - started < 2.5
-
-    asyncio.run(look_up())
+    impatient = HistoryStore(connect_history(redis_url, timeout=0.2), KEYS, window=3)
+    found = await LengthLookup(impatient).fetch(["known", "new", "known"])
+    assert {"known": 15.0, "new": 0.0} == {problem: stats.mean for problem, stats in found.items()}
+    lengths = LengthLookup(impatient)
+    client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
+    started = time.monotonic()
+    for _ in range(20):
+        assert {"new": NO_LENGTH_STATS, "known": NO_LENGTH_STATS} == await lengths.fetch(["new", "known"])
+    assert time.monotonic() - started < 2.5

@@ -172,7 +172,7 @@ def test_exit_codes_are_those_that_operators_write_into_failure_policies() -> No
 
 
 @pytest.mark.timeout(20)
-def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellation() -> None:
+async def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellation() -> None:
     """redis-py swallows a cancellation while it connects, and kubelets send SIGTERM only once."""
     swallowed = 0
 
@@ -186,10 +186,7 @@ def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellat
                 if swallowed > 1:
                     raise
 
-    async def terminated() -> None:
+    with pytest.raises(asyncio.CancelledError):
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
         await run_until_terminated(work())
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(terminated())
     assert 2 == swallowed

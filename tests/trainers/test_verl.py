@@ -115,20 +115,17 @@ def test_verls_client_receives_tokens_from_the_job(
     )
 
 
-def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
+async def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
     servers: LLMServerManager, job: UpdatingJob
 ) -> None:
     """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
     client = servers.get_client()
     before = len(job.received)
 
-    async def group() -> None:
-        params = {"temperature": 1.0, "logprobs": True}
-        await asyncio.gather(
-            *(client.generate(request_id=str(i), prompt_ids=[9], sampling_params=params) for i in range(4))
-        )
-
-    asyncio.run(group())
+    params = {"temperature": 1.0, "logprobs": True}
+    await asyncio.gather(
+        *(client.generate(request_id=str(i), prompt_ids=[9], sampling_params=params) for i in range(4))
+    )
     requests = job.received[before:]
     assert 4 == len({request.request_id for request in requests})
     opened = [OpenRequest("1-0", request, 0, None) for request in requests]
@@ -379,16 +376,13 @@ def test_at_least_one_version_is_kept(tmp_path: Path) -> None:
         FileCheckpointEngine(100, True, job=JOB, weights=str(tmp_path), model=str(tmp_path), kept_versions=0)
 
 
-def test_cancelled_request_is_cancelled_in_the_job(redis_server: str, another_job: UpdatingJob) -> None:
-    async def cancelled() -> None:
-        server = JobServer(redis_server, another_job.name, "verl-0", 64, 16)
-        generating = asyncio.create_task(server.generate("session", prompt_ids=[5], sampling_params={}))
-        await asyncio.to_thread(another_job.wait_for_requests, 1)
-        generating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await generating
-
-    asyncio.run(cancelled())
+async def test_cancelled_request_is_cancelled_in_the_job(redis_server: str, another_job: UpdatingJob) -> None:
+    server = JobServer(redis_server, another_job.name, "verl-0", 64, 16)
+    generating = asyncio.create_task(server.generate("session", prompt_ids=[5], sampling_params={}))
+    await asyncio.to_thread(another_job.wait_for_requests, 1)
+    generating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generating
     [request] = another_job.requests()
     [control] = another_job.control_messages()
     assert isinstance(control, Cancel)

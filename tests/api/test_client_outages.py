@@ -298,12 +298,6 @@ async def test_step_can_be_cancelled_while_redis_is_full(redis_url: str, job: Fa
     assert [] == job.requests()
 
 
-async def test_client_can_connect_while_redis_is_full(redis_url: str, job: FakeJob) -> None:
-    with job.out_of_memory():
-        async with AsyncRolloutClient.connect(redis_url, job.name):
-            pass
-
-
 def test_a_job_in_which_nothing_is_open_takes_one_request_that_is_too_large(redis_url: str) -> None:
     job = FakeJob(redis_url, max_rollouts=3)
     job.publish_status()

@@ -57,12 +57,6 @@ async def test_cancelled_command_that_waits_is_not_sent(redis_url: str) -> None:
         assert (b"1", None) == (await client.get("a"), await client.get("b"))
 
 
-async def test_all_commands_fail_without_a_server() -> None:
-    async with connect_async(f"redis://127.0.0.1:{free_port()}") as client:
-        failures = await asyncio.gather(*(client.get("key") for _ in range(10)), return_exceptions=True)
-        assert all(isinstance(failure, redis.ConnectionError) for failure in failures)
-
-
 async def test_commands_succeed_after_a_restart(tmp_path: Any) -> None:
     with Server(tmp_path) as server:
         async with connect_async(f"redis://127.0.0.1:{server.port}") as client:

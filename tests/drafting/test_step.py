@@ -357,18 +357,6 @@ def test_no_draft_crosses_a_limit(
             assert after_step <= min_tokens
 
 
-def test_close_returns_the_counts_of_verified_drafts() -> None:
-    index = SuffixIndex()
-    index.add("p", [("a", 0, list(range(50)))])
-    handles = [index.open("p", PROMPT) for _ in range(2)]
-    stepper = Stepper(index, handles)
-    assert [[1, 2, 3, 4]] * 2 == stepper.step([0], [0], budget=4)
-    # The engine verified all of the first draft and two tokens of the second one.
-    stepper.step([1, 2, 9], [1, 2, 3], verified=[4, 2])
-    assert (4, 2, 4) == index.close(handles[0])[:3]
-    assert (2, 2, 4) == index.close(handles[1])[:3]
-
-
 def test_stop_tokens_end_a_draft() -> None:
     index = SuffixIndex(draft_ahead=True)
     index.add("p", [("a", 0, list(range(50)))])

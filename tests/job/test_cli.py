@@ -126,10 +126,6 @@ def test_a_redis_url_in_a_secret_is_rejected(command: Command) -> None:
         ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
         ({"lifecycle": {"suspend": True}}, "spec.lifecycle.suspend"),
         ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
-        (
-            {"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum", "config": {"terms": 1}}]}}},
-            "spec.source.dataset.tasks[0].config",
-        ),
     ],
 )
 def test_settings_that_this_machine_cannot_fulfil_are_rejected(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,31 +20,18 @@ from rollout_api import (
     RewardStats,
     RolloutClient,
 )
-from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import HISTORY, FakeJob, record_lengths, record_rewards
-from tests.support.redis_servers import Cluster
+from tests.support.redis_servers import Cluster, Server
 from tests.support.waiting import wait_for
 
 PROBLEM_WITH_SPECIAL_CHARACTERS = "a {problem} of 100%"
 
 
-@contextmanager
-def redis_in(directory: Path) -> Iterator[EmbeddedRedis]:
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR)
-    server = EmbeddedRedis(directory, keep_open=lock)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        os.close(lock)
-
-
 @pytest.fixture
-def history_server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+def history_server(tmp_path: Path) -> Iterator[Server]:
     """The history's own Redis."""
-    with redis_in(tmp_path) as server:
+    with Server(tmp_path, password="secret") as server:
         yield server
 
 
@@ -83,7 +69,7 @@ def test_statistics_of_all_problems_cover_every_shard(redis_url: str, job: FakeJ
     assert (100, 50, 100) == (stats.count, stats.quantile(0.5), stats.longest)
 
 
-def test_history_with_its_own_redis(redis_url: str, job: FakeJob, history_server: EmbeddedRedis) -> None:
+def test_history_with_its_own_redis(redis_url: str, job: FakeJob, history_server: Server) -> None:
     announce_own_history_redis(job)
     record_lengths(job.redis, "p", 0, [(99, False)])  # lengths from before the history was moved
     own = redis.Redis.from_url(history_server.url)
@@ -104,7 +90,7 @@ def test_unknown_history_redis_is_an_error(redis_url: str, job: FakeJob) -> None
         client.length_stats("p")
 
 
-def test_history_on_the_jobs_redis_is_read_there(redis_url: str, job: FakeJob, history_server: EmbeddedRedis) -> None:
+def test_history_on_the_jobs_redis_is_read_there(redis_url: str, job: FakeJob, history_server: Server) -> None:
     record_lengths(job.redis, "p", 0, [(99, False)])
     with RolloutClient.connect(redis_url, job.name, history_redis=history_server.url) as client:
         assert 99 == client.length_stats("p").longest
@@ -115,28 +101,25 @@ def test_invalid_history_address_is_rejected_at_once(redis_url: str) -> None:
         AsyncRolloutClient.connect(redis_url, "default/math", history_redis="http://here")
 
 
-def test_unreachable_history_redis_is_named_in_the_error(
-    redis_url: str, job: FakeJob, history_server: EmbeddedRedis
-) -> None:
+def test_unreachable_history_redis_is_named_in_the_error(redis_url: str, job: FakeJob, history_server: Server) -> None:
     announce_own_history_redis(job)
-    port = history_server.url.rpartition(":")[2].partition("/")[0]
     with RolloutClient.connect(redis_url, job.name, history_redis=history_server.url, reconnect_timeout=0.5) as client:
         history_server.stop()
         with pytest.raises(
-            RedisUnreachableError, match=rf"cannot reach Redis at 127\.0\.0\.1:{port} to read the lengths"
+            RedisUnreachableError,
+            match=rf"cannot reach Redis at 127\.0\.0\.1:{history_server.port} to read the lengths",
         ):
             client.length_stats()
         with job.serving():
             assert 2 == len(client.generate([[1]], step=0)[0]), "the job's own Redis is still available"
 
 
-def test_missing_rights_are_reported(redis_url: str, job: FakeJob, history_server: EmbeddedRedis) -> None:
+def test_missing_rights_are_reported(redis_url: str, job: FakeJob, history_server: Server) -> None:
     announce_own_history_redis(job)
     own = redis.Redis.from_url(history_server.url)
     own.acl_setuser("trainer", enabled=True, passwords=["+secret"], keys=["other:*"], commands=["+@all"])
-    port = history_server.url.rpartition(":")[2]
     with (
-        RolloutClient.connect(redis_url, job.name, history_redis=f"redis://trainer:secret@127.0.0.1:{port}") as client,
+        RolloutClient.connect(redis_url, job.name, history_redis=history_server.url_of("trainer", "secret")) as client,
         pytest.raises(RedisRefusedError, match=r"refused to read the lengths of rollouts.* extend the user's ACL"),
     ):
         client.length_stats("p")

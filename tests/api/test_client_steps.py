@@ -53,20 +53,6 @@ def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClie
     assert 0 == num_results(job)
 
 
-def test_generate_returns_the_most_likely_tokens_at_each_position(client: RolloutClient, job: FakeJob) -> None:
-    likely = [{1: -0.5, 7: -1.5}] * 3
-
-    def answer(request: RolloutRequest) -> None:
-        assert 2 == request.sampling.top_logprobs
-        rollout = job.make_rollout(request, 0)
-        job.keep(request, rollout.model_copy(update={"ranks": [1] * 3, "top_logprobs": likely}))
-        job.delete_request(request)
-
-    with job.serving(answer):
-        [[rollout]] = client.generate([[1, 2]], step=0, n=1, top_logprobs=2)
-    assert (likely, [1] * 3) == (rollout.top_logprobs, rollout.ranks)
-
-
 def test_rollouts_are_yielded_in_the_order_in_which_they_finish(redis_url: str, job: FakeJob) -> None:
     async def trainer() -> list[tuple[int, int]]:
         async with AsyncRolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
@@ -230,19 +216,6 @@ def test_step_left_early_cancels_and_drops_the_rest(
     assert "was left with 4 of 6 rollouts not received" in caplog.text
     job.answer(requests[1])
     assert 0 == num_results(job)
-
-
-def test_deadline_is_sent_and_its_finish_reason_returned(client: RolloutClient, job: FakeJob) -> None:
-    deadlines: list[float | None] = []
-
-    def answer(request: RolloutRequest) -> None:
-        deadlines.append(request.deadline_seconds)
-        job.answer(request, length=0, finish_reason=FinishReason.DEADLINE)
-
-    with job.serving(answer):
-        [group] = client.generate([[1]], step=0, deadline_seconds=2.5)
-    assert [2.5] == deadlines
-    assert [(FinishReason.DEADLINE, [])] * 2 == [(rollout.finish_reason, rollout.token_ids) for rollout in group]
 
 
 OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)])

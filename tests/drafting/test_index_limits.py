@@ -146,27 +146,6 @@ def test_one_call_of_add_contributes_a_sixteenth_of_the_pool() -> None:
     assert LENGTH == small.pool_tokens()  # at least one rollout
 
 
-@pytest.mark.parametrize("drop", ["rollout", "generation", "problem"])
-def test_dropped_rollouts_are_removed_from_the_pool(drop: str) -> None:
-    index = SuffixIndex(pool_tokens=10 * LENGTH)
-    index.add("0", [("a", 0, text(0)), ("b", 1, text(1))])
-    {
-        "rollout": lambda: index.drop_rollout("0", "a"),
-        "generation": lambda: index.drop_before("0", 1),
-        "problem": lambda: index.drop_problem("0"),
-    }[drop]()
-    assert [] == drafted(index, "other", ("cross_problem",), after=6)
-    assert ([] if drop == "problem" else [100_007, 100_008]) == drafted(
-        index, "other", ("cross_problem",), after=100_006
-    )
-    for number in range(2, 8):  # segments are merged without the dropped rollouts
-        index.add(str(number), [("a", 0, text(number))])
-    index.wait_idle()
-    assert [] == drafted(index, "other", ("cross_problem",), after=6)
-    index.add("0", [("a", 0, text(0))])
-    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
-
-
 def test_a_problem_added_again_is_in_the_pool_once() -> None:
     index = SuffixIndex(max_bytes=4 * one_problem_bytes(), pool_tokens=10 * LENGTH)
     index.add("0", [("a", 0, text(0))])

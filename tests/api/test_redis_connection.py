@@ -453,19 +453,3 @@ async def test_unreachable_sentinels_are_named_in_the_error() -> None:
         await ClientRetryPolicy(server_name(client), 1).run(client.ping, action="ping")
     assert time.monotonic() - started < 5
     assert "secret" not in str(caught.value)
-
-
-def test_sentinels_are_reached_with_tls(tmp_path: Path) -> None:
-    certificates = Certificates.make(tmp_path / "tls")
-
-    async def write(url: str) -> Any:
-        client = open_client(url)
-        try:
-            return await client.set("key", 1)
-        finally:
-            await client.aclose()
-
-    with Sentinels(tmp_path / "servers", sentinels=1, certificates=certificates) as running:
-        assert asyncio.run(write(running.url))
-        with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
-            asyncio.run(write(running.url.partition("?")[0]))

@@ -115,17 +115,20 @@ def test_verls_client_receives_tokens_from_the_job(
     )
 
 
-async def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
+def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
     servers: LLMServerManager, job: UpdatingJob
 ) -> None:
     """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
     client = servers.get_client()
     before = len(job.received)
 
-    params = {"temperature": 1.0, "logprobs": True}
-    await asyncio.gather(
-        *(client.generate(request_id=str(i), prompt_ids=[9], sampling_params=params) for i in range(4))
-    )
+    async def group() -> None:
+        params = {"temperature": 1.0, "logprobs": True}
+        await asyncio.gather(
+            *(client.generate(request_id=str(i), prompt_ids=[9], sampling_params=params) for i in range(4))
+        )
+
+    asyncio.run(group())
     requests = job.received[before:]
     assert 4 == len({request.request_id for request in requests})
     opened = [OpenRequest("1-0", request, 0, None) for request in requests]

@@ -39,7 +39,7 @@ _NO_CONTEXT = np.empty(0, np.uint32)
 
 
 class BatchDrafter(Protocol):
-    """A drafter for a batch with a fixed number of places, each of which one rollout occupies."""
+    """A drafter for a batch with a fixed number of places; one rollout occupies each of them."""
 
     name: str
     drafts: npt.NDArray[np.int64]
@@ -48,13 +48,13 @@ class BatchDrafter(Protocol):
     """The lengths of the drafts, shape (places,)."""
 
     def open(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
-        """Begin a rollout of *tokens*, of which the drafter may use the number only."""
+        """Begin a rollout of *tokens*; the drafter may use only their number."""
 
     def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
         """End the rollout at a place; its tokens become history."""
 
     def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
-        """Bring the arguments of :meth:`step` into the shape in which an engine would pass them."""
+        """Bring the arguments of :meth:`step` into the form that an engine passes."""
 
     def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """Draft for all places. This is the critical path of a decoding step.

@@ -1,4 +1,4 @@
-"""Figures that a benchmark reports, and the files in which it writes its results."""
+"""Figures that a benchmark reports, and the files for its results."""
 
 from __future__ import annotations
 

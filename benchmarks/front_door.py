@@ -4,7 +4,7 @@
 
 A job with one engine and ``rollout serve``, and vLLM's own server with the same settings of the engine, run beside each
 other on this machine's CPUs and are measured in turns. Neither drafts. Each decoding step takes at least 20 ms, as on a
-GPU, most of which is a simulated wait, so that the processor is free for the servers.
+GPU. Most of this time is a simulated wait, so the processor is free for the servers.
 
 - **End to end**: clients send completions, each the next one when the last one has arrived. Measured is the time until
   all have arrived, at several numbers of clients.
@@ -101,7 +101,7 @@ def make_manifest(model: Path) -> dict[str, Any]:
 
 
 def vllm_arguments(manifest: dict[str, Any], model: Path, port: int) -> list[str]:
-    """Return the arguments with which vLLM's own server runs the engine of the job."""
+    """Return the arguments that make vLLM's own server run the engine of the job."""
     config = EngineConfig(model=model, spec=parse_job(manifest).spec.engine, cpu=True, drafting=None)
     settings = vllm_settings(config)
     del settings["model"], settings["use_tqdm_on_load"]

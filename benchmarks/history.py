@@ -3,7 +3,7 @@
     python -m benchmarks.history --json FILE [--trace TRACE … --tokenizer TOKENIZER] [--scale]
 
 Each measurement starts a real Redis server on the loopback interface. The synthetic data are problems of 64 rollouts of
-2,000 tokens, of which three fifths come from a template that the rollouts of a problem share. ``--scale`` adds a
+2,000 tokens; three fifths of them come from a template that the rollouts of a problem share. ``--scale`` adds a
 hundredth of a large history.
 """
 
@@ -47,7 +47,7 @@ DELTAS = 100
 """Measurements of the delta sync."""
 DRAFT_TOKENS = 8
 WORKER_PROBLEMS = 32
-"""Problems of which a worker has running rollouts."""
+"""Problems whose rollouts a worker is running."""
 INDEX_BYTES = 2**31
 SYNC_TIMEOUT_S = 120.0
 SCALE_DIVISOR = 100
@@ -327,7 +327,7 @@ def cold_sync(problems: Problems, *, compacted: bool) -> dict[str, float]:
 
 
 def build_peer_trees(problems: Problems) -> float:
-    """Return the seconds in which the peer builds one tree per problem from tokens in memory."""
+    """Return the seconds that the peer takes to build one tree per problem from tokens in memory."""
     started = time.perf_counter()
     for records in problems.values():
         tree = suffix_tree(64)

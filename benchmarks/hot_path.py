@@ -47,7 +47,7 @@ PEERS: dict[type[SuffixProposerDrafter] | type[SuffixGpuDrafter], int] = {
     SuffixProposerDrafter: 1,
     SuffixGpuDrafter: 10,
 }
-"""The peers, each with the number by which its steps are divided, because one step takes up to seconds."""
+"""Peer → divisor of its number of steps, because one step takes up to seconds."""
 MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
 
 
@@ -107,7 +107,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
 
 
 def measure_rests(make: MakeDrafter, problems: Sequence[Problem], size: int, *, rests: int) -> dict[str, float]:
-    """Return the microseconds of the first step after a rest, in which :data:`REST_STEPS` steps were skipped."""
+    """Return the microseconds of the first step after a rest of :data:`REST_STEPS` steps."""
     turns = [(trajectory, first_turn(trajectory)) for problem in problems for trajectory in problem.evaluated]
     drafter = make(problems, size, max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns))
     batch = RecordedBatch(problems, size, MAX_DRAFT)

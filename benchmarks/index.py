@@ -3,7 +3,7 @@
     python -m benchmarks.index --json FILE
 
 Each structure and each data set is measured in a process of its own. The synthetic data are problems of eight rollouts
-of 2,000 tokens, three fifths of which come from a template that the rollouts share, and worst cases. ``--trace`` adds
+of 2,000 tokens, with three fifths from a template that the rollouts share, and worst cases. ``--trace`` adds
 recorded text, repeated under other problem names until there is enough. The peer has one tree of depth 64 for each
 problem, because the index is scoped by problem as well.
 """

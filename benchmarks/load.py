@@ -4,7 +4,7 @@
 
 The coordinator, the relay and Redis run as in a job. The engines are stubs: they take part in the whole protocol, but
 instead of sampling they wait for a time that the client knows, and return arbitrary tokens. A client keeps a number of
-multi-turn trajectories running, each of which requests its next turn as soon as it has received the last one.
+multi-turn trajectories running. Each requests its next turn as soon as it has received the last one.
 
 What the message path adds to a turn is the time from its request to its delivery less the time that its engine waited.
 CPU time is that of all processes, by kind, per rollout.
@@ -80,7 +80,7 @@ START_TIMEOUT_S = 240.0
 RETRY_PAUSE_S = 0.2
 """Seconds before a request is sent again, to the other HTTP server."""
 SETTLE_S = 3.0
-"""Seconds for which the job is left alone before it is measured without rollouts."""
+"""Seconds that the job is left alone before it is measured without rollouts."""
 KILL_INTERVAL_S = 5.0
 """Seconds between two kills."""
 
@@ -93,11 +93,11 @@ class Workload:
     tokens: int
     """Tokens of each turn."""
     generation_s: float
-    """Mean time for which an engine waits instead of sampling a turn."""
+    """Mean time that an engine waits instead of sampling a turn."""
     http_trajectories: int
     """Number of trajectories that use the HTTP servers."""
     model: str
-    """Directory of a model, of which the HTTP servers read the tokenizer."""
+    """Directory of a model; the HTTP servers read its tokenizer."""
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest of the job."""
@@ -120,7 +120,7 @@ class Workload:
         return JobSetup(self.manifest(), UID, url, VOCABULARY, "load")
 
     def generation_time(self, request_id: str) -> float:
-        """Return the seconds for which an engine waits for the rollout of a request: half to one and a half the mean.
+        """Return the seconds that an engine waits for the rollout of a request: half to one and a half times the mean.
 
         The client and the engines compute it independently of each other.
         """
@@ -387,7 +387,7 @@ class Job:
             self._services[service] = subprocess.Popen(command, stdin=settings)
 
     def replacements(self) -> list[Callable[[], None]]:
-        """Return functions, each of which kills a part of the job and starts it again."""
+        """Return functions that each kill a part of the job and start it again."""
         return [
             *(partial(self._replace_service, service) for service in Service),
             self._server.restart,

@@ -30,7 +30,7 @@ from tests.support.cluster.virtual_nodes import VirtualNodes
 from tests.support.waiting import wait_for
 
 HEAD_PORT = 8080
-"""Port on which every head serves its status."""
+"""Port of every head's status."""
 MEASURED_S = 60.0
 """Seconds over which CPU time is averaged."""
 SETTLE_S = 10.0

@@ -3,7 +3,7 @@
     python -m benchmarks.recovery --json FILE
 
 A job with three workers, one engine each, decodes 12 rollouts of a tiny model all the time, on this machine's CPUs.
-Each decoding step takes 20 ms, as on a GPU, most of which is a simulated wait, so that the engines do not slow each
+Each decoding step takes 20 ms, as on a GPU, but most of this is a simulated wait, so the engines do not slow each
 other down. The processes are those that pods run, and a supervisor restarts them as Kubernetes would. The workers have
 a lower CPU weight than the head (autogroup nice 10), because the head's pod requests CPU time and the workers' pods
 here request none.
@@ -67,7 +67,7 @@ STEP_S = 0.02
 SLOTS = 16
 """Rollouts that an engine decodes at once: a single engine has room for all."""
 UNDISTURBED_S = 60.0
-"""Seconds for which the job is observed without kills, for comparison."""
+"""Seconds that the job is observed without kills, for comparison."""
 POLL_S = 0.01
 MAX_WAIT_S = 300.0
 SLOW_S = 1.0
@@ -214,7 +214,7 @@ class TokenWatch:
 
 
 async def measure_engine_kills(job: Job, count: int, rng: random.Random) -> tuple[list[float], list[float]]:
-    """Kill engines one after the other, at least two of which must serve.
+    """Kill engines one after the other, always while at least two serve.
 
     Returns:
         Seconds until each rollout of a killed engine was assigned to another one, and until each killed engine served

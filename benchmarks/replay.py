@@ -50,7 +50,7 @@ class ReplayDrafter(Protocol):
 
 
 class HistoryDrafter(ReplayDrafter, Protocol):
-    """A drafter to which finished rollouts can be added before a replay."""
+    """A drafter that accepts finished rollouts before a replay."""
 
     def add_history(self, trajectory: Trajectory) -> None:
         """Add a finished rollout to the history."""

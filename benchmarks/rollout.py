@@ -206,7 +206,7 @@ def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np
 
 
 class Results:
-    """The measurements so far, in a file from which an interrupted benchmark resumes."""
+    """The measurements so far, in a file that an interrupted benchmark resumes from."""
 
     def __init__(self, file: Path | None, settings: dict[str, object], *, resume: bool) -> None:
         """Begin without measurements, or with those of an existing *file* if *resume* is true.

@@ -263,7 +263,7 @@ class ModeRunner:
     """Produces sets of recorded rollouts on the engines of all modes."""
 
     def __init__(self, engines: Mapping[str, Engine], recorded: RecordedEpochs, store: HistoryStore) -> None:
-        """Use one engine per mode; *store* is the history from which the project's own engines draft."""
+        """Use one engine per mode; *store* is the history that the project's own engines draft from."""
         self._engines, self._recorded, self._store = engines, recorded, store
         self._stored: set[str] = set()
 

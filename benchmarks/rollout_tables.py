@@ -23,8 +23,8 @@ from benchmarks.rollout_runs import MODELS, MODES, Measurement
 OURS, PEER = "das", "suffix"
 _LEVEL = 0.95
 _MIN_PAIRS = 6
-"""The fewest pairs of which an interval is shown. All of fewer ones lie on one side of the median with a probability of
-more than 5 %, so that no interval within them holds with 95 %."""
+"""The fewest pairs that have an interval. Fewer ones all lie on one side of the median with a probability of more than
+5 %, so no interval within them holds with 95 %."""
 _RESAMPLES = 4000
 
 

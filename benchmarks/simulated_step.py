@@ -1,4 +1,4 @@
-"""Lets each step of an engine take at least a given time, as on a GPU, in which the processor is free for others.
+"""Lets each step of an engine take at least a given time, as on a GPU, and leaves the processor free meanwhile.
 
 The package index of Python environments is searched for vLLM's plugins, so a directory with an entry point suffices.
 """
@@ -15,7 +15,7 @@ _ENTRY_POINT = "[vllm.general_plugins]\nsimulated_step = benchmarks.simulated_st
 
 
 def environment(directory: Path, seconds: float) -> dict[str, str]:
-    """Return environment variables with which vLLM's engines take *seconds* for each step.
+    """Return environment variables that make vLLM's engines take *seconds* for each step.
 
     Args:
         directory: empty directory for the entry point.

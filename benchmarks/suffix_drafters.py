@@ -26,7 +26,7 @@ _SOURCES: dict[Scope, Collection[str]] = {
 }
 PEER = "arctic-inference"
 PEERS_DIRECTORY = str(Path(sys.prefix) / "peers")
-"""Where ``make env`` installs the packages that benchmarks compare with."""
+"""The packages that benchmarks compare with, as ``make env`` installs them."""
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
 
 

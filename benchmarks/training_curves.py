@@ -53,7 +53,7 @@ MARGIN = 0.03
 LEVEL = 0.05
 """Significance level of the equivalence test."""
 POWER = 0.8
-"""Power for which the number of pairs is chosen."""
+"""The power that the test should have; it determines the number of pairs."""
 MIN_GAIN = 0.1
 """Smallest reward that every run has to gain."""
 MIN_PAIRS = 5
@@ -202,7 +202,7 @@ def power_of_tost(n: int, deviation: float, margin: float) -> float:
 
 
 def pairs_needed(differences: Sequence[float], margin: float, *, max_pairs: int) -> int:
-    """Return the number of pairs, from those that exist to *max_pairs*, for which the test has power POWER."""
+    """Return the number of pairs that gives the test power POWER, from those that exist to *max_pairs*."""
     freedom = len(differences) - 1
     deviation = max(stdev(differences) * math.sqrt(freedom / stats.chi2.ppf(1 - POWER, freedom)), 1e-6)
     candidates = range(len(differences), max_pairs)

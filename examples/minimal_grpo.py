@@ -69,7 +69,7 @@ class Policy:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        # AdamW's first steps have full size even if the gradient is noisy, from which some runs never recover.
+        # AdamW's first steps have full size even if the gradient is noisy, and some runs never recover from that.
         self._warmup = torch.optim.lr_scheduler.LinearLR(
             self._optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS - 1
         )
@@ -163,7 +163,7 @@ def train(client: RolloutClient, args: argparse.Namespace) -> Iterator[dict[str,
     for step in range(args.steps):
         seconds = Stopwatch()
         with seconds("publish"):
-            version = step + 1  # version 0 is the model with which the job started
+            version = step + 1  # version 0 is the job's initial model
             client.publish_weights(version, policy.save(version))
         if len(order) < args.batch:
             order += shuffler.sample(range(args.problems), args.problems)  # start another epoch

@@ -42,7 +42,7 @@ class TokenArrays:
     kept_offsets: Integers | None = None
     """Where the kept tokens of each position begin, shape (tokens + 1,)."""
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
-    """Experts to which each token of the prompt and the response but the last was routed, shape (prompt tokens +
+    """The experts of each token of the prompt and the response, except for the last token, shape (prompt tokens +
     response tokens − 1, layers, experts per token), read-only. None if the rollout was sampled without
     ``sampling.routed_experts``, or has been interrupted."""
 
@@ -109,7 +109,7 @@ def pad_batch(
 
     Args:
         samples: the token ids of each prompt with the rollout that responds to it, or trajectories.
-        pad_token_id: token id with which ``input_ids`` is padded.
+        pad_token_id: token id that pads ``input_ids``.
         pad_to_multiple_of: the padded length is a multiple of this number of tokens.
 
     Raises:

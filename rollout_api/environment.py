@@ -1,4 +1,4 @@
-"""What a Python environment of a dataset source provides: problems, rewards, and replies to the model's turns.
+"""The interface of a dataset source's Python environment: problems, rewards, and replies to the model's turns.
 
 ``spec.source.dataset.environment.entryPoint`` names a function that returns an :class:`Environment`. This module only
 describes it: an environment need not import it, and may use mappings with the same keys in place of :class:`Problem`.
@@ -55,7 +55,7 @@ class Environment(Protocol):
 
         Args:
             problem: the object that :meth:`problems` has returned.
-            messages: the conversation, of which the last message is the model's. If the prompt consists of token ids,
+            messages: the conversation. Its last message is the model's. If the prompt consists of token ids,
                 it is left out.
         """
 

@@ -20,7 +20,7 @@ _MIN_WEIGHT = 2.0**-64
 """Lower limit of weights. It is negligible next to newer rollouts, but old ones still count where there are no
 others."""
 _TOLERANCE = 1e-9
-"""Relative difference up to which shares are considered equal, so that one rollout of three is a third of them."""
+"""Shares that differ relatively by no more than this are equal, so that one rollout of three is a third of them."""
 
 
 class LengthClass(StrEnum):
@@ -38,7 +38,7 @@ class LengthStats:
     It is a Kaplan–Meier estimate: a rollout that was cut off is censored, that is, it only shows that its full length
     would have been greater. A rollout has the weight 0.5 ** (age / 4), where its age is the number of newer generations
     that have rollouts in these statistics. A problem that is sampled only in every hundredth generation is
-    therefore described by the last generations in which it was sampled. Where nothing is known, because no rollout was
+    therefore described by the last generations that sampled it. Where nothing is known, because no rollout was
     as long or there are none, a rollout is expected to continue: taking a short rollout for a long one costs less than
     the reverse.
     """

@@ -22,7 +22,7 @@ class Timeline:
     start: float
     """First start of a rollout."""
     tail_start: float
-    """Time from which on fewer than half as many rollouts ran as at the step's peak.
+    """Start of the tail: afterwards, fewer than half as many rollouts ran as at the step's peak.
 
     The peak counts instead of the number of the step's rollouts, because engines that run fewer rollouts at once than
     the step has are nevertheless busy.
@@ -30,7 +30,7 @@ class Timeline:
     end: float
     """Last end of a rollout."""
     longest: float
-    """Seconds for which the rollout with the longest duration ran."""
+    """Seconds that the rollout with the longest duration ran."""
 
     @property
     def makespan(self) -> float:
@@ -101,7 +101,7 @@ class RolloutSummary:
     weight_version: int | None
     """Newest weight version that sampled a token; None without tokens."""
     staleness: int | None
-    """Number of weight versions by which the oldest token was behind the newest published version; None without tokens,
+    """How many weight versions the oldest token was behind the newest published version; None without tokens,
     or if the newest version is unknown."""
     reward: float | None
     """Reward; None if there is none."""

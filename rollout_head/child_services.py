@@ -54,7 +54,7 @@ class JobServices:
         self._settings = setup.to_json().encode()
         self._stopping = threading.Event()
         self._coordinator_code: int | None = None
-        """Exit code with which the coordinator has ended for good."""
+        """Exit code of a coordinator that has ended for good."""
         self._started = threading.Event()
         # Linux ends the children together with the thread that has started them.
         self._thread = threading.Thread(target=self._run, name="services", daemon=True)

@@ -61,7 +61,7 @@ def drain_outbox(server: redis.Redis, keys: MessageKeys, store: HistoryStore) ->
     """
     history = store.metadata.info()
     if history is None or not history.tokenizer:
-        # The next history with this name may belong to another tokenizer, for which these token ids are meaningless.
+        # The next history with this name may belong to another tokenizer, and these token ids mean nothing there.
         logger.warning("History %s does not exist any more; finished rollouts are discarded.", store.keys.full_name)
         return 0
     relay = Relay(server, keys, store)

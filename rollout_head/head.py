@@ -40,7 +40,7 @@ TERMINATION_LOG = Path("/dev/termination-log")
 _FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "decoding_steps", "accepted_per_step")
 
 _MAX_ERROR_CHARS = 100
-"""Length to which texts about errors are cut there."""
+"""Maximum length of texts about errors there."""
 
 
 class HeadInputs:

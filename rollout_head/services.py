@@ -84,11 +84,11 @@ async def coordinate(setup: JobSetup) -> int:
 async def _serve_status(coordinator: Coordinator, token: StatusToken, setup: JobSetup) -> None:
     """Start the status server once the coordinator has published a status, or has no Redis to publish it to."""
     deadline = time.monotonic() + _STATUS_SERVER_DELAY_S
-    while coordinator.board.last is None and time.monotonic() < deadline:
+    while coordinator.status.last is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_INTERVAL_S)
     from rollout_head.coordinator.status_server import StatusServer
 
-    await StatusServer(coordinator.board, token).start(setup.http_host, setup.http_port)
+    await StatusServer(coordinator.status, token).start(setup.http_host, setup.http_port)
 
 
 def relay(setup: JobSetup) -> int:

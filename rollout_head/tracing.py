@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Environment variables of which one must be set, or else there are no traces."""
+"""Environment variables that ask for traces; one of them is enough."""
 _PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
 _DEFAULT_SERVICE_NAME = "rollout"
 _NANOSECONDS = 10**9
@@ -96,7 +96,7 @@ def spans_of_rollout(trace: RequestTrace, ended: EndedRollout) -> list[SpanData]
 
 
 def span_of_request(trace: RequestTrace, last: EndedRollout, *, has_failed: bool) -> SpanData:
-    """Return the span of a request, of which *last* is the rollout that ended last."""
+    """Return the span of a request; *last* is the rollout that ended last."""
     finished_at = max(last.arrived_at, last.finished_at)
     attributes = _request_attributes(last)
     return SpanData(REQUEST_SPAN, trace, trace.span_id, last.arrived_at, finished_at, attributes, has_failed)

@@ -78,7 +78,7 @@ class LimitError(Exception):
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status with which the request is answered."""
+        """HTTP status of the response."""
 
 
 class ModelTokens:

@@ -51,7 +51,7 @@ from rollout_server.sampling import UnsupportedSamplingError, sampling_overrides
 logger = logging.getLogger(__name__)
 
 _RECORD_TIMEOUT_S = 2.0
-"""Seconds for which a response may wait until its conversation is recorded."""
+"""Seconds that a response may wait until its conversation is recorded."""
 
 
 @dataclass

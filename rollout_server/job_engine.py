@@ -43,7 +43,7 @@ class JobEngine(AsyncLLM):
         self._elastic_ep_lock, self._profile_lock = asyncio.Lock(), asyncio.Lock()
         self._job_defaults = client.job.sampling
         self.end_tokens = model_end_tokens(self)
-        """Tokens with which the model ends a response."""
+        """Tokens that end a response of the model."""
         self._conversations = Conversations(client, self.renderer.tokenizer, self.end_tokens)
         self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations)
         self.output_handler: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class JobEngine(AsyncLLM):
     def _with_job_defaults(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters, with the job's settings in place of those that have vLLM's defaults.
 
-        vLLM's server has already applied those for which it has defaults of its own, such as the temperature.
+        vLLM's server has already applied those that it has defaults for, such as the temperature.
         """
         defaults = self._job_defaults
         params = params.clone()

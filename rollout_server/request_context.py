@@ -1,4 +1,4 @@
-"""What an HTTP request says about its rollouts, beyond the body that vLLM's server reads."""
+"""The parts of an HTTP request about its rollouts, beyond the body that vLLM's server reads."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RequestContext:
     start_response: Callable[[], Awaitable[None]] | None = None
     """Sends the headers of a response that is streamed; None if they were sent, or wait for the body."""
     refusal: Response | None = None
-    """The error with which the request is answered if no header of a response that is streamed was sent yet."""
+    """The error for answering the request if no header of a streamed response was sent yet."""
 
     def next_request_id(self) -> str:
         """Return the id of the request for the next prompt; empty if a new one may be chosen."""

@@ -22,13 +22,13 @@ from rollout_server.request_context import RequestContextMiddleware
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-"""Seconds for which an idle connection stays open: longer than clients keep theirs, which then close it first."""
+"""Seconds that an idle connection stays open: longer than clients keep theirs, which then close it first."""
 _SHUTDOWN_S = 30
 """Seconds that running requests have to finish when the server is told to end. They can be sent again afterwards."""
 _RESOLVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-"""Environment variable with which vLLM's server offers its endpoints for adapters, and resolves their names."""
+"""Environment variable that makes vLLM's server offer its endpoints for adapters, and resolve their names."""
 _MAX_ADAPTER_NAMES = 1024
-"""Number of adapters of which vLLM's server and its clients believe that they can be used at a time."""
+"""Number of adapters that can be used at a time, as vLLM's server and its clients are told."""
 
 
 class ServerArgumentError(ValueError):
@@ -47,7 +47,7 @@ async def build_app(
     Args:
         client: connection to the job, which the caller closes.
         model: directory of the model's configuration and tokenizer.
-        names: names by which HTTP requests may call the model.
+        names: names that HTTP requests may use for the model.
         engine_spec: settings of the job's engines.
         arguments: further command line arguments of vLLM's API server, for example ``--tool-call-parser=hermes``.
 

@@ -37,7 +37,7 @@ _ENDS = {
     FinishReason.DEADLINE: "abort",
     FinishReason.CANCELLED: "abort",
 }
-"""Why a rollout ended → how SGLang calls it."""
+"""Finish reason of a rollout → SGLang's name for it."""
 
 
 def _as_list(value: Any) -> Any:

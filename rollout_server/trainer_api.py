@@ -27,9 +27,9 @@ from rollout_server.job_engine import JobEngine
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
 _ENGINE_TIMEOUT_S = 240.0
-"""Seconds for which a trainer that asks for the number of processes waits for the first engine."""
+"""Seconds that a trainer that asks for the number of processes waits for the first engine."""
 _JOIN_TIMEOUT_S = 300.0
-"""Seconds that the engines have to join the trainer's group. It is the time for which vLLM's trainers wait."""
+"""Seconds that the engines have to join the trainer's group. vLLM's trainers wait as long."""
 PUBLISH_TIMEOUT_S = 600.0
 """Seconds that the engines have to load weights."""
 
@@ -152,7 +152,7 @@ class TrainerApi:
     async def init_weight_transfer_engine(
         self, init_info: Annotated[dict[str, Any], Body(embed=True)]
     ) -> dict[str, str]:
-        """Let the job's engines join the trainer's group, in which it has rank 0, and wait until they have."""
+        """Let the job's engines join the trainer's group, and wait until they have. The trainer has rank 0 there."""
         with http_errors():
             await self._client.transfer.init(init_info, timeout=_JOIN_TIMEOUT_S)
         return {"message": "Weight transfer initialized"}

@@ -1,6 +1,6 @@
 """Generate the CRDs in crds/ from the models in ``rollout_api``: ``python scripts/crd.py``.
 
-It also writes the digests of their schemas, with which ``rollout doctor`` compares those of a cluster.
+It also writes the digests of their schemas. ``rollout doctor`` compares those of a cluster with them.
 
 Pydantic's JSON schema is converted to a structural schema (apiextensions.k8s.io/v1): references are inlined, nullable
 fields become optional ones, optional sections get defaults, and exclusive bounds take the form of OpenAPI 3.0.
@@ -213,7 +213,7 @@ def _definition(kind: str, plural: str, scope: str, version: dict[str, Any], **n
 
 
 def _object_schema(description: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a kind of objects with these sections, of which the spec is required."""
+    """Return the schema of a kind of objects with these sections; the spec is required."""
     return {
         "description": description,
         "type": "object",

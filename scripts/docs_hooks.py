@@ -57,13 +57,13 @@ def site_uri(path: str) -> str:
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
-    """Return Markdown in which *change* was applied to what is outside of fenced code."""
+    """Return Markdown after applying *change* to everything outside of fenced code."""
     parts = _FENCE.split(text)
     return "".join(part if index % 2 else change(part) for index, part in enumerate(parts))
 
 
 def linked_paths(markdown: str, path: str) -> Iterator[str]:
-    """Yield the files and folders of the repository to which a page of the repository links."""
+    """Yield the files and folders of the repository that a page of the repository links to."""
     for link in _LINK.findall(_FENCE.sub("", markdown)):
         target = link.partition("#")[0]
         if target and ":" not in target:

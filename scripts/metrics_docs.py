@@ -16,11 +16,10 @@ from rollout_operator.cluster.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
-from rollout_head.coordinator.remaining_length import RemainingWork
-from rollout_head.coordinator.status import StatusBoard, StatusInput
+from rollout_head.coordinator.state import CoordinatorLimits, CoordinatorState
+from rollout_head.coordinator.status import StatusBuilder
 from rollout_store.history_service.service import HistoryCollector, ServiceState
 from rollout_store.job import EngineReport
-from rollout_store.job.canary import DriftTest
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -82,37 +81,17 @@ def job_metrics() -> list[Metric]:
     """Return the metrics of a job with an engine that reports all of its counters."""
     spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
     job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}, "spec": spec}
-    board = StatusBoard(parse_job(job))
-    report = EngineReport(
+    state = CoordinatorState(CoordinatorLimits())
+    state.engines["engine"] = EngineReport(
         "engine",
         counters=dict.fromkeys(ENGINE_METRICS, 0.0),
         labeled_counters={name: {"": 0} for name in LABELED_ENGINE_METRICS},
     )
-    status = board.update(
-        StatusInput(
-            uid="",
-            coordinator=1,
-            requests=0,
-            waiting=0,
-            assigned={},
-            totals={},
-            engines={"engine": report},
-            engine_errors={},
-            environment_errors={},
-            engines_lost=0,
-            dead_letters=0,
-            weight_version=0,
-            unread_bytes={},
-            slow_clients=[],
-            remaining=RemainingWork(0.0, 0.0),
-            drift=DriftTest(1),
-            closing=False,
-            paused=False,
-        )
-    )
+    builder = StatusBuilder(state, parse_job(job), "")
+    status = builder.update({}, {}, {})
     # Estimates are exported only while they are known.
     status["saved"] = status["remaining_seconds"] = status["tail_seconds"] = 0.0
-    return list(StatusMetrics(board).collect())
+    return list(StatusMetrics(builder).collect())
 
 
 def operator_metrics() -> list[Metric]:

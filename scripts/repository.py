@@ -13,7 +13,7 @@ def tracked_files(*patterns: str) -> list[str]:
     """Return the paths of all files that git tracks or would add, relative to the root of the repository.
 
     Args:
-        patterns: git pathspecs, of which each path matches at least one; without any, all files are returned.
+        patterns: git pathspecs; each path matches at least one of them. Without any, all files are returned.
     """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -21,7 +21,7 @@ def tracked_files(*patterns: str) -> list[str]:
 
 
 def with_blocks(page: str, script: str, blocks: Mapping[str, str]) -> str:
-    """Return a page with its marked blocks written anew, each of which stands between two HTML comments.
+    """Return a page with its marked blocks written anew. Each block stands between two HTML comments.
 
     Args:
         page: the text of the page.

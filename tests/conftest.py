@@ -83,7 +83,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail a test that takes longer than ``--seconds-per-test``.
 
-    Time in which some process of the machine waited for a CPU does not count, so that a busy machine fails no test.
+    Time while some process of the machine waited for a CPU does not count, so that a busy machine fails no test.
     """
     limit = item.config.getoption("--seconds-per-test")
     started = _uncontended_seconds()

@@ -24,7 +24,7 @@ from benchmarks.traces import Trajectory, load_tokenizer, read_trace
 MAX_TOKENS = 16_384
 """Length at which responses are cut off. Most recorded responses that are longer are loops."""
 TUNING_BLOCKS = 2
-"""Training steps of each epoch on which methods are tuned."""
+"""Training steps of each epoch that are used for tuning."""
 
 
 class Case(NamedTuple):
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     batch: int
     method: str
     values: tuple[tuple[str, Any], ...]
-    """The values with which the method is created."""
+    """The values that the method is created with."""
 
     @property
     def size(self) -> str:

@@ -1,4 +1,4 @@
-"""How long the forward pass of a verification step takes on GPUs, and what the host adds.
+"""The time of a verification step's forward pass on GPUs, and the time that the host adds.
 
 The time of a forward pass is linear in the number of tokens, as DAS measured it for a 7B model on an H100
 (arXiv 2511.13841: 8 ms + 26 µs for each token). The other models are scaled from that: reading weights takes as long
@@ -25,13 +25,13 @@ _ALL_REDUCE_S = 12e-6
 _ALL_REDUCE_BYTES_PER_S = 450e9
 """NVLink's bandwidth in one direction (NVIDIA's data sheet)."""
 _EAGER_LAYER_S = 0.6e-3
-"""Time in which the host launches the kernels of one layer without CUDA graphs.
+"""Time that the host takes to launch the kernels of one layer without CUDA graphs.
 
 An assumption: eager decoding of a model with 32 layers takes about 20 ms, however small the batch."""
 _PIECEWISE_LAYER_S = 0.15e-3
-"""Time in which the host launches one layer's attention and piecewise CUDA graph. An assumption."""
+"""Time that the host takes to launch one layer's attention and piecewise CUDA graph. An assumption."""
 CAPTURED_SIZES = tuple(cuda_graph_sizes(max_num_seqs=128, max_draft_tokens=16))
-"""Numbers of tokens for which every method has CUDA graphs; a step is padded to the next one.
+"""Sizes of every method's CUDA graphs, in tokens; a step is padded to the next one.
 
 vLLM's default ends at 512 tokens; this project configures more, which other methods can do as well."""
 

@@ -90,7 +90,7 @@ class Drafter(Protocol):
         """Write the drafts of requests to the engine's arrays.
 
         Args:
-            places: the requests, each of which has new tokens, shape (requests,).
+            places: the requests, all with new tokens, shape (requests,).
             verified: how many draft tokens the last step verified for each, shape (requests,).
 
         Returns:
@@ -113,7 +113,7 @@ class EngineSettings:
     places: int
     """Maximum number of rollouts that it decodes at once."""
     overhead_s: float
-    """Seconds by which the host delays every step."""
+    """Seconds that the host adds to every step."""
     piecewise: bool = False
     """Whether steps with drafts of different lengths run attention outside of the CUDA graphs."""
     max_draft: int = 0
@@ -227,7 +227,7 @@ class SimulatedEngine:
         self._settings, self._accelerator = settings, accelerator
         self.text = EngineText(settings.places, max_tokens, settings.max_draft)
         self._rollouts: dict[int, Rollout] = {}
-        """By place, in the order in which they have started."""
+        """By place, in the order of their starts."""
         self._active = np.zeros(0, np.int64)
         self._recorded = np.full((settings.places, max_tokens + settings.max_draft + 2), _PADDING, np.int64)
         self._position, self._length = np.zeros(settings.places, np.int64), np.zeros(settings.places, np.int64)
@@ -241,7 +241,7 @@ class SimulatedEngine:
 
     @property
     def running(self) -> list[Rollout]:
-        """The rollouts in the batch, in the order in which they have started."""
+        """The rollouts in the batch, in the order of their starts."""
         return list(self._rollouts.values())
 
     @property

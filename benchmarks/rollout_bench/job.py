@@ -392,7 +392,7 @@ class JobSimulation:
             engine.start(rollout.copy())
 
     def _stop_twin(self, rollout: Rollout) -> None:
-        """Stop the copy of a rollout that has ended, or the rollout of which it is a copy."""
+        """Stop the copy of a rollout that has ended, or the original of a copy that has."""
         for engine in self._engines:
             for other in engine.running:
                 if other.id == rollout.id:

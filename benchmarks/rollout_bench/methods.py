@@ -23,18 +23,18 @@ from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
 
 HOST_TIME = TimeOnHost([8, 64, 256], [45e-6, 146e-6, 241e-6])
-"""This project's time on the critical path, charged to every drafter on the host for which there is no measurement:
+"""This project's time on the critical path, charged to every drafter on the host that was not measured:
 medians of :mod:`benchmarks.hot_path` on two CPU cores, as of 2026-11-25."""
 TREE_TIME = TimeOnHost([8, 64, 256], [0.70e-3, 3.7e-3, 18e-3])
 """The time of vLLM's suffix proposer with arctic-inference's trees, from the same run."""
 HOST_OVERHEAD_S = 0.4e-3
-"""What the host does while the GPU waits in a step with drafts from the host: it reads the numbers of sampled tokens,
+"""The host's time in a step with drafts from the host, while the GPU waits: it reads the numbers of sampled tokens,
 prepares the inputs and launches the graph. An assumption; 0.8 ms were measured on a CPU (commit 7a26c07),
 where Triton's interpreter runs the kernels that prepare the inputs. Drafters on the GPU have neither this nor a time of
 their own."""
 SYNCHRONOUS_OVERHEAD_S = 1.2e-3
-"""What the host does while the GPU waits in a step of V1 with synchronous scheduling: schedule, prepare inputs, process
-outputs. 0.36 + 0.82 ms were measured on a CPU at batch size 4 (commit 7a26c07)."""
+"""The host's time in a step of V1 with synchronous scheduling, while the GPU waits: it schedules, prepares inputs and
+processes outputs. 0.36 + 0.82 ms were measured on a CPU at batch size 4 (commit 7a26c07)."""
 
 Values = Mapping[str, Any]
 
@@ -49,11 +49,11 @@ class Rival:
     origin: str
     """Where the method comes from, and whether its own code runs here."""
     tunes_order: bool = True
-    """Whether the order in which rollouts start is tuned as well; otherwise it is that of the method."""
+    """Whether the order of rollouts is tuned as well; otherwise it is that of the method."""
 
     @property
     def first_order(self) -> Values:
-        """The order with which the grid is tuned, as an argument of :attr:`make`; empty if the method prescribes it."""
+        """The order of rollouts for tuning, as an argument of :attr:`make`; empty if the method prescribes it."""
         return {"longest_first": True} if self.tunes_order else {}
 
 

@@ -33,7 +33,7 @@ from benchmarks.rollout_bench.comparison import (
 from benchmarks.rollout_bench.methods import RIVALS
 
 _END_SHARES = (*range(0, 95, 5), *range(95, 101))
-"""The shares of rollouts, in percent, of which the rows contain the times."""
+"""The shares of rollouts, in percent; each has a row with times."""
 _PLOTTED = 5
 """Number of rivals in the plot of the tail, the fastest ones."""
 _STYLE = """

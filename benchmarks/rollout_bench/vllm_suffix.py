@@ -31,7 +31,7 @@ CORPUS_TOKENS = 1 << 20
 _PROMPT_TOKENS = 3
 _BUCKETS, _NEWEST = 1 << 20, 8
 _MATCH_LENGTHS = np.array([0, 4, 6, 8, 12, 16, 24])
-"""Lower limits of the ranges of match lengths by which acceptance is counted. An assumption."""
+"""Lower limits of the ranges of match lengths; acceptance is counted by range. An assumption."""
 _HALVING_STEPS = 1024
 _OWN, _CORPUS = 0, 1
 

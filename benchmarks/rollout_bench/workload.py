@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.traces import Segment, Tokens, Trajectory, by_problem, checkpoints
 
 Half = Literal["tuning", "report"]
-"""The half of the problems on which methods are tuned, or the one whose figures are reported."""
+"""The half of the problems that methods are tuned on, or the one whose figures are reported."""
 
 MAX_SAMPLES = 32
 """Maximum number of rollouts of a problem in a training step."""
@@ -67,7 +67,7 @@ class Job:
 
 
 def half_of(problem: str) -> Half:
-    """Return the half to which a problem belongs; it depends on the problem's name only."""
+    """Return the half that a problem belongs to; it depends on the problem's name only."""
     return "tuning" if hashlib.sha256(problem.encode()).digest()[0] % 2 == 0 else "report"
 
 

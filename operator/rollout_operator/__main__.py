@@ -106,7 +106,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 async def _first_served(api: KubernetesApi, versions: Sequence[str], plural: str) -> str | None:
-    """Return the first of these API versions in which the API server serves a resource, or None."""
+    """Return the first of these API versions that the API server serves a resource in, or None."""
     for version in versions:
         if await api.serves(version, plural):
             return version

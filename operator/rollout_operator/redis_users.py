@@ -49,7 +49,7 @@ _CHECK_INTERVAL_S = 5.0
 _CLEANUP_INTERVAL_S = 60.0
 """Time between two removals of users whose job no longer exists."""
 _HISTORY_SERVICE = "history"
-"""What the history service's user has in place of a job's uid."""
+"""The history service's user has this in place of a job's uid."""
 _MAX_CA_BYTES = 32 * 1024
 """Maximum size of a CA certificate, which becomes part of URLs in environment variables; Linux limits their size."""
 
@@ -115,7 +115,7 @@ def user_password(key: bytes, user: RedisUser) -> str:
 
 
 def with_ca(url: str, certificate: str) -> str:
-    """Return a URL that contains the certificate of the CA by which its users recognize the server.
+    """Return a URL that contains the certificate of the CA that signed the server's certificate.
 
     Pods and trainers thus need no file with it.
     """
@@ -123,7 +123,7 @@ def with_ca(url: str, certificate: str) -> str:
 
 
 def user_secret(user: RedisUser, admin_url: str, key: bytes) -> dict[str, Any]:
-    """Return the Secret from which pods, and the trainers of a job, read the URL."""
+    """Return the Secret with the URL for the pods and the trainers of a job."""
     credentials = f"{user_prefix(key)}{user.uid}:{user_password(key, user)}"
     # Not with urllib.parse, because a URL of Sentinels has several hosts.
     url = re.sub(r"://(?:[^/?#]*@)?", f"://{credentials}@", admin_url, count=1)
@@ -351,7 +351,7 @@ async def _run(options: argparse.Namespace, url: str, key: bytes) -> int:
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, str, bytes]:
-    """Return the options, the server's URL, and the key from which passwords are derived."""
+    """Return the options, the server's URL, and the key for deriving passwords."""
     parser = argparse.ArgumentParser(
         prog="rollout-redis-users",
         description="Create a Redis user for each RolloutJob that names no other. ROLLOUT_REDIS_ADMIN_URL is the URL "

@@ -132,7 +132,7 @@ class AsyncRolloutClient(JobConnection):
                 ``trainer``, and for the other ranks of a distributed trainer ``trainer-1`` and so on, by the
                 environment variable ``RANK`` or ``SLURM_PROCID``.
             timeout: seconds to wait for the job to appear.
-            reconnect_timeout: seconds for which Redis may be unreachable before an error is raised.
+            reconnect_timeout: seconds that Redis may be unreachable before an error is raised.
             history_redis: Redis of the job's history if that is separate (``spec.history.redis``): as *redis*, or the
                 URL of a cluster. Only :meth:`length_stats` and :meth:`reward_stats` need it; it is ignored if the
                 history is on the job's Redis.
@@ -284,7 +284,7 @@ class AsyncRolloutClient(JobConnection):
             deadline_seconds: seconds after the arrival of a request at which its rollouts end with what they have.
             weight_version: sample with exactly this version; default: the newest.
             min_weight_version: oldest version that may sample a token; default: any.
-            max_staleness: largest number of versions by which tokens may be behind the newest one when an engine starts
+            max_staleness: how many versions tokens may be behind the newest one at most when an engine starts
                 or resumes a rollout; default: any. Weights that are published afterwards do not end a rollout.
             draft_mode: where drafts may come from.
             allow_failed: whether to return rollouts that the job could not produce, with the finish reason ``failed``
@@ -344,7 +344,7 @@ class AsyncRolloutClient(JobConnection):
             max_staleness: largest staleness of a group; groups that are staler are dropped, and others take their
                 place. Default: any.
             reward: computes the rewards of a finished group, which are also reported to the job.
-            dynamic_sampling: whether to drop groups whose rewards are all equal, from which GRPO learns nothing, and
+            dynamic_sampling: whether to drop groups whose rewards are all equal (GRPO learns nothing from them) and
                 sample others in their place, as in DAPO (arXiv 2503.14476). It needs *reward*.
             first_step: number of the first group. Each group is a step of its own, with the next number.
 
@@ -412,7 +412,7 @@ class AsyncRolloutClient(JobConnection):
         )
 
     async def transfer_backend(self, *, timeout: float = 600.0) -> str:
-        """Return vLLM's backend with which the engines receive weights from memory, once the job has an engine.
+        """Return the vLLM backend that the engines use to receive weights from memory, once the job has an engine.
 
         Args:
             timeout: seconds to wait for an engine.
@@ -523,7 +523,7 @@ class AsyncRolloutClient(JobConnection):
         Versions only increase, and a job outlives its trainers, so a restarted trainer continues from this number.
 
         Args:
-            timeout: seconds for which the job may have no coordinator, which reports the version.
+            timeout: seconds that the job may be without a coordinator, which reports the version.
 
         Raises:
             RolloutClientError: the job had no coordinator for longer.
@@ -590,7 +590,7 @@ class AsyncRolloutClient(JobConnection):
         Args:
             problems: problem ids, as in :attr:`rollout_api.Rollout.problem_id`. They are read in one round trip for
                 each 256 problems.
-            threshold: reward from which a rollout passes.
+            threshold: lowest reward of a rollout that passes.
             generations: number of newest generations of the history whose rollouts count. Each published weight version
                 is one generation; jobs that share the history have generations of their own. Default: all that the
                 history has kept, by default the last 16 in which the problem was sampled (``speculation.window``).

@@ -49,7 +49,7 @@ class Group:
 
     @property
     def staleness(self) -> int:
-        """Number of weight versions by which the oldest token of the group is behind the newest version."""
+        """How many weight versions the oldest token of the group is behind the newest version."""
         versions = [rollout.oldest_weight_version for rollout in self.rollouts]
         oldest = min((version for version in versions if version is not None), default=self.newest_version)
         return max(0, self.newest_version - oldest)

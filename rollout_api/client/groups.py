@@ -25,7 +25,7 @@ class Groups:
     """A step's rollouts by the index of their prompt; each group is ordered by sample."""
 
     complete: dict[int, list[Rollout]]
-    """Groups in which every rollout ended by itself or reached its token limit."""
+    """Groups whose rollouts all ended by themselves or reached their token limit."""
     partial: dict[int, list[Rollout]]
     """All other groups: a rollout was cancelled, reached its deadline, failed, or is missing because its request was
     never sent."""
@@ -74,7 +74,7 @@ class GroupCollector:
         self._num_complete = 0
         """Number of complete groups that count."""
         self._num_leading = 0
-        """Number of groups at the beginning that have ended, of which the complete ones count with ``IN_ORDER``."""
+        """Number of groups at the beginning that have ended; with ``IN_ORDER``, the complete ones among them count."""
         self._num_missing = list(sizes)
         """For each group, the number of rollouts without which it is not complete."""
         self._groups: list[list[Rollout]] = [[] for _ in sizes]

@@ -128,7 +128,7 @@ class JobInfo:
             client: name of the client.
             where: name of the prompt in errors.
             step: number of the training step.
-            keep_seconds: seconds for which the rollouts are kept; default: until the client releases them.
+            keep_seconds: seconds to keep the rollouts; default: until the client releases them.
             stream: whether the tokens can be read while they are sampled.
             identity: what is hashed instead of the request.
             traceparent: span of the caller; default: the active OpenTelemetry span, if there is one.
@@ -145,7 +145,7 @@ class JobInfo:
                 f"{where}: n = {sampling.n}, but the job allows at most {self.max_rollouts} open rollouts "
                 "(spec.queue.maxRollouts); reduce n"
             )
-        # Fields on which the rollouts depend are part of the hash; the others are not.
+        # The hash contains the fields that the rollouts depend on, and no others.
         hashed: dict[str, Any] = {
             "problem_id": prompt.problem_id,
             "purpose": prompt.purpose,

@@ -32,7 +32,7 @@ _LOST_TOKENS = (
 
 
 class OpenRequest(ABC):
-    """A request of which rollouts are awaited.
+    """A request whose rollouts are awaited.
 
     Args:
         request: the request.
@@ -266,7 +266,7 @@ class Inbox:
         self.rollouts: deque[Rollout] = deque()
         """Rollouts in memory that were not taken."""
         self.announced: dict[OpenRequest, None] = {}
-        """Requests of which something may be in Redis, in the order in which that became known."""
+        """Requests that may have something in Redis, in the order of the news about them."""
         self.num_waiters = 0
         """Number of consumers that wait for a rollout."""
         self.num_missing = 0
@@ -373,7 +373,7 @@ class Leftovers:
     released with a later step, because the trainer has then skipped theirs.
 
     Args:
-        client_name: name of the client, with which its request ids begin.
+        client_name: name of the client; its request ids begin with it.
     """
 
     def __init__(self, client_name: str) -> None:
@@ -450,7 +450,7 @@ class OpenRequests:
 
     @property
     def sent(self) -> list[OpenRequest]:
-        """Requests that were sent and of which rollouts are expected."""
+        """Requests that were sent and whose rollouts are expected."""
         return [opened for opened in self._open.values() if opened.was_sent and opened.num_missing]
 
     def register(self, opened: OpenRequest) -> None:

@@ -68,7 +68,7 @@ class Prompt:
     min_weight_version: int | None = None
     """Oldest weight version that may sample a token; default: any."""
     max_staleness: int | None = None
-    """Largest number of weight versions by which tokens may be behind the newest one when an engine starts or resumes a
+    """How many weight versions tokens may be behind the newest one at most when an engine starts or resumes a
     rollout; default: any. See :class:`~rollout_api.protocol.messages.RolloutRequest`."""
     trajectory_id: str | None = None
     """Id of the multi-turn trajectory that the prompt continues. :meth:`~rollout_api.Step.turn` sets it itself."""

@@ -29,7 +29,7 @@ from rollout_api.redis_client.client_connection import RedisTarget
 CLIENT_NAME = "requests"
 """Name under which all these clients send requests."""
 DEFAULT_KEEP_SECONDS = 600
-"""How long the rollouts of a request are kept by default."""
+"""Default time to keep the rollouts of a request."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RequestClient(JobConnection):
             job: ``namespace/name`` of the job.
             uid: uid of the job, instead of *job*.
             timeout: seconds to wait for the job to appear.
-            reconnect_timeout: seconds for which Redis may be unreachable before requests fail.
+            reconnect_timeout: seconds that Redis may be unreachable before requests fail.
 
         Raises:
             InvalidRequestError: an argument cannot be used.
@@ -235,7 +235,7 @@ class RequestClient(JobConnection):
             prompt: the prompt and its settings.
             request_id: id of the request. A call with the same id and prompt returns the same rollouts. Default: a new
                 id; the request is then cancelled if this call is.
-            keep_seconds: seconds after the last rollout for which all are kept.
+            keep_seconds: seconds to keep all rollouts after the last one has ended.
             step: number of the training step.
             trajectory_id: id of the multi-turn trajectory that the prompt continues.
             turn: number of the turn within its trajectory.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import redis
@@ -108,10 +109,7 @@ class ResultReader:
                     self._missed_updates, checked_at = False, now
                     await self._check()
                 else:
-                    await self.read([opened for opened in updated if opened.is_wanted])
-                    for opened in updated:
-                        if opened.is_announced:
-                            opened.notify()
+                    await self._read_wanted(updated)
                 await self._report_read()
             except redis.RedisError as error:
                 failing_since = failing_since or time.monotonic()
@@ -163,7 +161,19 @@ class ResultReader:
             RedisUnreachableError: Redis was unreachable for too long.
         """
         for batch in batches(requests):
+            await self._policy.run(partial(self._read_batch, batch), action="receive rollouts")
+
+    async def _read_wanted(self, requests: Sequence[OpenRequest]) -> None:
+        """Read what was announced of these requests, or tell their steps to do so.
+
+        Raises:
+            redis.RedisError: Redis failed. The reader must know, because Redis may have lost requests.
+        """
+        for batch in batches(opened for opened in requests if opened.is_wanted):
             await self._read_batch(batch)
+        for opened in requests:
+            if opened.is_announced:
+                opened.notify()
 
     async def _read_batch(self, batch: Sequence[OpenRequest]) -> None:
         announced = [(opened, *opened.take_announced()) for opened in batch]
@@ -173,21 +183,17 @@ class ResultReader:
             if isinstance(opened, AwaitedRequest) and opened.listeners
             for sample in opened.unfinished
         ]
-
-        async def read() -> list[Any]:
-            pipeline = self._client.pipeline(transaction=False)
-            for opened, samples, may_be_refused in announced:
-                if may_be_refused:
-                    pipeline.get(self._keys.refusal(opened.request.request_id))
-                if samples:
-                    pipeline.hmget(self._keys.results(opened.request.request_id), samples)
-            for opened, sample in streams:
-                key = self._keys.tokens(opened.request.request_id, sample)
-                pipeline.xrange(key, f"({opened.num_streamed[sample]}-0")
-            return list(await pipeline.execute())
-
+        pipeline = self._client.pipeline(transaction=False)
+        for opened, samples, may_be_refused in announced:
+            if may_be_refused:
+                pipeline.get(self._keys.refusal(opened.request.request_id))
+            if samples:
+                pipeline.hmget(self._keys.results(opened.request.request_id), samples)
+        for opened, sample in streams:
+            key = self._keys.tokens(opened.request.request_id, sample)
+            pipeline.xrange(key, f"({opened.num_streamed[sample]}-0")
         try:
-            found = iter(await self._policy.run(read, action="receive rollouts"))
+            found = iter(await pipeline.execute())
         except BaseException:
             for opened in batch:
                 opened.announce_any()
@@ -207,26 +213,30 @@ class ResultReader:
                 opened.add_tokens(sample, next(found))
 
     async def read_any(self, requests: Sequence[OpenRequest]) -> None:
-        """Read whatever there is of these requests, or tell their steps to do so."""
+        """Read whatever there is of these requests, or tell their steps to do so.
+
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        await self._policy.run(partial(self._read_any, requests), action="receive rollouts")
+
+    async def _read_any(self, requests: Sequence[OpenRequest]) -> None:
         for opened in requests:
             opened.announce_any()
-        await self.read([opened for opened in requests if opened.is_wanted])
-        for opened in requests:
-            if opened.is_announced:
-                opened.notify()
+        await self._read_wanted(requests)
 
     async def _check(self) -> None:
         """Read whatever there is of all open requests that were sent. If the job has ended, the others fail."""
         ending = self._requests.ending
         sent = self._requests.sent
-        await self.read_any(sent)
+        await self._read_any(sent)
         if ending is not None:
             for opened in sent:
                 if opened.num_missing:
                     opened.fail(ending)
             return
         for batch in batches(opened for opened in sent if opened.num_missing):
-            for opened, (_, mark) in zip(batch, await self.ledger_states(batch), strict=True):
+            for opened, (_, mark) in zip(batch, await self._read_ledgers(batch), strict=True):
                 if mark is not None and self._requests.get(opened.request.request_id) is opened:
                     opened.fail(_released_elsewhere(opened.request.request_id, self._name))
 
@@ -234,7 +244,7 @@ class ResultReader:
         """Redis was unreachable, and may have lost requests: send all open ones again. Repetitions are harmless."""
         await self._seek()
         sent = self._requests.sent
-        await self.read_any(sent)
+        await self._read_any(sent)
         self._requests.lost += sent
         self._requests.has_work.set()
 
@@ -247,15 +257,18 @@ class ResultReader:
             self._reported, self._next_report = num_read, time.monotonic() + _REPORT_INTERVAL_S
 
     async def ledger_states(self, requests: Sequence[OpenRequest]) -> list[list[bytes | None]]:
-        """Return for each request whether the job has admitted it, and whether its results were released."""
+        """Return for each request whether the job has admitted it, and whether its results were released.
 
-        async def read() -> list[Any]:
-            pipeline = self._client.pipeline(transaction=False)
-            for opened in requests:
-                pipeline.hmget(self._keys.ledger(opened.request.request_id), ["entry", "released"])
-            return list(await pipeline.execute())
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        return await self._policy.run(partial(self._read_ledgers, requests), action="send requests")
 
-        return await self._policy.run(read, action="send requests")
+    async def _read_ledgers(self, requests: Sequence[OpenRequest]) -> list[list[bytes | None]]:
+        pipeline = self._client.pipeline(transaction=False)
+        for opened in requests:
+            pipeline.hmget(self._keys.ledger(opened.request.request_id), ["entry", "released"])
+        return list(await pipeline.execute())
 
 
 def _released_elsewhere(request_id: str, client_name: str) -> RolloutClientError:

@@ -16,7 +16,7 @@ from rollout_api.protocol.messages import MAX_KEEP_SECONDS, CodecError, pack_tok
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
 TURN_RETENTION_S = 900
-"""Seconds for which a turn is remembered after its response, or after the conversation was last continued."""
+"""Seconds to remember a turn after its response, or after the conversation was last continued."""
 
 
 @dataclass(frozen=True)

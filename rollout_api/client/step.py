@@ -279,7 +279,7 @@ class AsyncStep:
         return collector.groups()
 
     def prompt_index(self, rollout: Rollout) -> int:
-        """Return the index of the prompt to which *rollout* responds, among the step's prompts.
+        """Return the index of the prompt that *rollout* responds to, among the step's prompts.
 
         Raises:
             KeyError: the rollout does not belong to this step.

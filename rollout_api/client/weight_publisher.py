@@ -118,7 +118,7 @@ class WeightPublisher:
         return await read_engine_reports(self._client, self._keys, self._policy)
 
     async def engines_before(self, version: int) -> dict[str, dict[str, Any]]:
-        """Return the reports of the engines, none of which serves a newer version than the one to be published.
+        """Return the reports of the engines, and check that none serves a newer version than the one to be published.
 
         Raises:
             InvalidRequestError: the version cannot be published.

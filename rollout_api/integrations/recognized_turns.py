@@ -24,7 +24,7 @@ class RecognizedTurn(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """A prompt and the response to it, with which the prompt of the next turn begins."""
+    """A prompt and its response; the prompt of the next turn begins with both."""
 
     num_tokens: int
     digest: bytes

@@ -54,7 +54,7 @@ class JobRollouts:
             max_completion_length).
         play: function that plays multi-turn rollouts; default: sample one response to each prompt.
         kept_versions: number of published versions to keep on disk, at least 1.
-        publish_timeout: seconds for which the job may have no coordinator or no engine when weights are published, and
+        publish_timeout: seconds that the job may be without a coordinator or an engine when weights are published, and
             seconds that its engines may take to load them.
     """
 

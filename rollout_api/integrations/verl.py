@@ -61,7 +61,7 @@ class JobServer:
         name: name of the client.
         max_model_len: maximum number of tokens of a prompt and its response together.
         response_length: maximum number of tokens of a response.
-        eval_sampling: sampling parameters by which requests of verl's validation are recognized, because verl does not
+        eval_sampling: sampling parameters that identify requests of verl's validation, because verl does not
             mark them otherwise; None if they are the same as in training.
     """
 

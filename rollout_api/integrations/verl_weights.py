@@ -41,7 +41,7 @@ class PublishingEngine(CheckpointEngine):
     Args:
         is_master: whether this is the trainer's first rank.
         job: ``namespace/name`` of the job.
-        publish_timeout: seconds for which the job may have no coordinator or no engine when weights are published, and
+        publish_timeout: seconds that the job may be without a coordinator or an engine when weights are published, and
             seconds that its engines may take to load them.
     """
 
@@ -74,7 +74,7 @@ class PublishingEngine(CheckpointEngine):
         """
         if not self._is_master:
             for _name, _tensor in weights:
-                pass  # the generator gathers shards, for which it must run on all ranks
+                pass  # the generator gathers shards, so it must run on all ranks
             return
         # Read all weights before connecting, because the other ranks are waiting in the generator.
         await asyncio.to_thread(self._read, weights)
@@ -178,7 +178,7 @@ class JobCheckpointEngine(PublishingEngine):
 
 @CheckpointEngineRegistry.register(FILES_NAME)
 class FileCheckpointEngine(PublishingEngine):
-    """Publishes weights to a job as safetensors files, of which the trainer's first rank holds one in memory at a time.
+    """Publishes weights to a job as safetensors files. The trainer's first rank holds one of them in memory at a time.
 
     Args:
         bucket_size: approximate size of a safetensors file in bytes.

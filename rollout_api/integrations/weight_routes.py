@@ -1,4 +1,4 @@
-"""How a trainer's weights reach the engines of a job: from the trainer's memory, or through files."""
+"""The routes of a trainer's weights to the engines of a job: from the trainer's memory, or through files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Route(StrEnum):
     MEMORY = "memory"
     """The trainer sends the weights to the engines through vLLM's weight transfer."""
     FILES = "files"
-    """The trainer writes the weights to a directory from which the engines load them."""
+    """The trainer writes the weights to a directory, and the engines load them from there."""
 
 
 def why_not_from_memory(backend: str, *, has_gpu: bool) -> str:
     """Return why weights cannot be sent to the engines from memory; an empty string if they can.
 
     Args:
-        backend: vLLM's backend with which the engines receive weights; an empty string if they receive none.
+        backend: vLLM's backend of the engines' weight transfer; an empty string if they have none.
         has_gpu: whether the trainer's process has a GPU.
     """
     if not backend:
@@ -61,7 +61,7 @@ class WeightRoutes:
         self._logged: tuple[Route, str] | None = None
 
     def first(self, obstacle: str) -> Route:
-        """Return the route on which a version is sent first.
+        """Return the first route to try for a version.
 
         Args:
             obstacle: why it cannot be sent from memory; an empty string if it can.
@@ -85,7 +85,7 @@ class WeightRoutes:
         return route
 
     def after_failure(self, error: WeightsError) -> Route:
-        """Return the route on which a version is sent once more after it could not be sent from memory.
+        """Return the route for a version that could not be sent from memory.
 
         Args:
             error: why it could not be sent.

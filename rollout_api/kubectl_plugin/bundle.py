@@ -40,7 +40,7 @@ _OF_HEAD = "What `rollout bundle` has collected in the head; see this page of it
 
 
 def bundle_config_map(job: str) -> str:
-    """Return the name of the ConfigMap in which the operator keeps the bundle of a failed job."""
+    """Return the name of the ConfigMap that holds the operator's bundle of a failed job."""
     return f"{job}-bundle"
 
 

@@ -131,7 +131,7 @@ def explain_error(message: str) -> PluginError:
 
 
 _WAITING_CONDITIONS = ("Accepted", "QuotaReserved", "WorkersReady", "EngineReady")
-"""Conditions in the order in which they become True; the first one that is not says what a job waits for."""
+"""Conditions in the order of a job's start; the first one that is not True says what the job waits for."""
 
 
 def get_job(kubectl: Kubectl, name: str) -> dict[str, Any]:
@@ -258,5 +258,5 @@ def leaders(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def slot_of(pod: Mapping[str, Any]) -> int:
-    """Return the number of the worker to which a pod belongs."""
+    """Return the number of the worker that a pod belongs to."""
     return int(pod["metadata"]["labels"][_SLOT_LABEL])

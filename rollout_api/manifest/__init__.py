@@ -1,1 +1,1 @@
-"""The ``RolloutJob`` resource: models from which the CRD is generated, and the validation of manifests."""
+"""The ``RolloutJob`` resource: the models that the CRD is generated from, and the validation of manifests."""

@@ -39,7 +39,7 @@ _LABELS: dict[str, dict[str, list[str]]] = {
 
 
 def accelerator_labels(kind: str) -> dict[str, list[str]]:
-    """Return the labels, and for each its values, any of which says that a node has this kind of GPU.
+    """Return labels with their values. A node with any of them has this kind of GPU.
 
     The administrator may label nodes of any kind. For some kinds, the labels that other software sets are known, too.
     """

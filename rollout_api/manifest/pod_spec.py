@@ -187,7 +187,7 @@ class Workers(ManifestModel):
 
     @property
     def effective_min(self) -> int:
-        """Number of workers that autoscaling keeps, and with which a queue must admit the job."""
+        """Number of workers that autoscaling keeps, and that a queue must admit the job with."""
         return self.min_replicas if self.min_replicas is not None else 1
 
     @property

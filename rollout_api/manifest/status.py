@@ -15,7 +15,7 @@ from rollout_api.str_enum import StrEnum
 
 
 class ConditionType(StrEnum):
-    """The conditions of a job, in the order in which they usually become True."""
+    """The conditions of a job, in the usual order of becoming True."""
 
     ACCEPTED = "Accepted"
     """The manifest is valid."""
@@ -135,7 +135,7 @@ class ModelPrefetch(ManifestModel):
 
 
 class Revision(ManifestModel):
-    """The settings with which new pods are created, while the spec may have changed."""
+    """The settings of new pods, while the spec may have changed."""
 
     hash: str = Field(description="Hash of the settings; each pod has it as a label.")
     image: str = Field(description="Image of the pods.")

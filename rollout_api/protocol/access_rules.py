@@ -20,7 +20,7 @@ _COMMANDS = ("+@all", "-@admin", "-@dangerous", "-function", "-script|flush", "-
 
 
 def access_rules(namespace: str, name: str, uid: str, history: str) -> list[str]:
-    """Return the rules for one job's user: its messages, its history, and the key by which trainers find the job.
+    """Return the rules for one job's user: its messages, its history, and the key that trainers find the job by.
 
     The rules set no password. Add ``on`` and a password (``>password`` or ``#sha256``).
 

@@ -28,7 +28,7 @@ from rollout_api.str_enum import StrEnum
 SCHEMA_VERSION = 1
 """Version of the protocol, which job and client must share."""
 MAX_KEEP_SECONDS = 24 * 3600
-"""Longest time for which a request may have its rollouts kept."""
+"""Longest time that a request may ask to keep its rollouts."""
 CLIENT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Pattern of client names."""
 TRACEPARENT_PATTERN = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
@@ -111,7 +111,7 @@ class PauseMode(StrEnum):
 
 
 class RolloutId(NamedTuple):
-    """Identity of a rollout, independent of which engine samples it and how often."""
+    """Identity of a rollout. It does not depend on the engine that samples it, or on how often it is sampled."""
 
     job_uid: str
     request_id: str
@@ -256,7 +256,7 @@ class _Response(_Message):
 class Partial(_Response):
     """Tokens of a response.
 
-    They are the checkpoint of an unfinished rollout, tokens of it that are streamed, or the prefix from which a request
+    They are the checkpoint of an unfinished rollout, tokens of it that are streamed, or the prefix where a request
     continues.
     """
 
@@ -422,7 +422,7 @@ _Bytes = Annotated[
 
 
 class RoutedExperts(_Message):
-    """The experts to which tokens were routed: an array of three dimensions."""
+    """The experts that processed the tokens: an array of three dimensions."""
 
     shape: list[Annotated[int, Field(ge=0)]] = Field(
         min_length=3, max_length=3, description="Numbers of tokens, of layers, and of experts per token and layer."

@@ -87,7 +87,7 @@ class CoordinatorStatus(TypedDict):
     distribution_drift: bool
     """Whether that evidence has ever reached the alarm threshold."""
     unverified: list[str]
-    """Engines on which vLLM does not verify the drafts that are proposed."""
+    """Engines whose proposed drafts vLLM does not verify."""
     tokens_per_second: float
     remaining_seconds: float | None
     """Estimated seconds until all open requests are answered, at the current speed; None if it is unknown."""
@@ -112,7 +112,7 @@ class CoordinatorStatus(TypedDict):
 
 
 NO_STATUS = cast(CoordinatorStatus, {})
-"""What a client has instead of a status while no coordinator runs."""
+"""A client's substitute for a status while no coordinator runs."""
 
 
 class ServedStatus(CoordinatorStatus):

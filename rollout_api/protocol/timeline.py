@@ -1,6 +1,6 @@
 """The timeline of a job: when each rollout ran where, and measurements of the job over time.
 
-Both are streams in Redis, in which the oldest entries are deleted when there are too many.
+Both are streams in Redis. If there are too many entries, the oldest ones are deleted.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ SERVER_SCHEMES = tuple(scheme for scheme, kind in _KINDS.items() if kind is not 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where Redis is, and the settings with which to connect."""
+    """The address of Redis, and the settings of connections to it."""
 
     kind: Kind
     """What the address refers to."""

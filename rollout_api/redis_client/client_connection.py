@@ -22,11 +22,11 @@ from rollout_api.redis_client.pipelined import PipelinedRedis
 from rollout_api.redis_client.sentinel import async_sentinel_pool, endpoint_of, forced_host
 
 READ_BLOCK_MS = 1000
-"""Milliseconds for which a read of results blocks in the server."""
+"""Milliseconds that a read of results blocks in the server."""
 _CONNECT_TIMEOUT_S = 2.0
 _REPLY_TIMEOUT_S = 5.0
 
-# redis-py itself must not retry: a client sends its requests again after an interruption, of which it would not learn,
+# redis-py itself must not retry: a client must learn of an interruption to send its requests again,
 # and the pauses would add to those of the client's retry policy. With RESP2, replies have one shape.
 _CLIENT_SETTINGS: dict[str, Any] = {
     "socket_timeout": READ_BLOCK_MS / 1000 + _REPLY_TIMEOUT_S,
@@ -123,7 +123,7 @@ def _open_url(url: str) -> redis.asyncio.Redis:
 
 
 def _copy_settings(pool: Any) -> tuple[type[async_connection.AbstractConnection], dict[str, Any]]:
-    """Return the asynchronous connection class and the settings with which to connect as the client of *pool* does."""
+    """Return the asynchronous connection class and the settings for connecting as the client of *pool* does."""
     connection_class = _ASYNC_CLASSES.get(pool.connection_class)
     if connection_class is None:
         raise InvalidRequestError(

@@ -65,7 +65,7 @@ def connect_async(url: str, *, block: float = 0.0) -> redis.asyncio.Redis:
 
     Args:
         url: URL of the server or of its Sentinels.
-        block: seconds for which a command may block in the server; replies are awaited that much longer.
+        block: seconds that a command may block in the server; replies are awaited that much longer.
 
     Raises:
         RedisUnusableError: *url* is malformed, or names a cluster.

@@ -20,7 +20,7 @@ from rollout_api.errors import RedisRefusedError, RedisUnreachableError
 logger = logging.getLogger(__name__)
 
 FIRST_CONNECTION_S = 30.0
-"""Seconds for which a client tries to reach a server that has never answered: long enough for a failover, and not too
+"""Seconds that a client tries to reach a server that has never answered: long enough for a failover, and not too
 long if the address is wrong.
 """
 MAX_OUTAGE_S = 7.0
@@ -71,7 +71,7 @@ class RetryPolicy:
     """How long and how often a failing command is repeated.
 
     Args:
-        max_outage: seconds for which transient errors are retried.
+        max_outage: seconds of retries after transient errors.
         wait_while_full: whether to retry, without a time limit, while the server is out of memory.
         first_pause: seconds before the first retry; the pause doubles with each further one.
         max_pause: longest pause in seconds.
@@ -102,7 +102,7 @@ class RetryPolicy:
         """Return if the command should be tried again, and log that at most every ten seconds.
 
         Args:
-            error: error with which the last attempt failed.
+            error: error of the last attempt.
             failing_since: ``time.monotonic()`` of the first attempt.
             action: what the command does, for messages.
 
@@ -179,7 +179,7 @@ class ClientRetryPolicy(RetryPolicy):
 
     Args:
         server: name of the server in messages.
-        max_outage: seconds for which Redis may be unreachable.
+        max_outage: seconds that Redis may be unreachable.
     """
 
     def __init__(self, server: str, max_outage: float) -> None:

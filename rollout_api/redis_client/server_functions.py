@@ -44,7 +44,7 @@ class Function:
 
     @cached_property
     def sha1(self) -> str:
-        """Digest by which a server that has the script identifies it."""
+        """Digest that identifies the script on a server that has it."""
         return sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 

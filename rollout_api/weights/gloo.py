@@ -1,4 +1,4 @@
-"""Sends weights to engines on CPUs over gloo, in the way in which vLLM sends them to engines on GPUs over NCCL.
+"""Sends weights to engines on CPUs over gloo, as vLLM sends them to engines on GPUs over NCCL.
 
 It needs torch, but not vLLM.
 """
@@ -16,11 +16,11 @@ from typing import Any
 GLOO = "gloo"
 """Name of this backend among those of vLLM's weight transfer."""
 GLOO_TIMEOUT_S = 120.0
-"""How long a process of a group waits for the others."""
+"""Time that a process of a group waits for the others."""
 _CONNECT_TIMEOUT_S = 20.0
 _POLL_INTERVAL_S = 0.05
 _REASON_TIMEOUT_S = 10.0
-"""How long a failed sender waits for the engines' reason, which is clearer than its own."""
+"""Time that a failed sender waits for the engines' reason, which is clearer than its own."""
 _NUM_PRESENT_KEY = "das-present"
 """Key of the store that counts the engines' processes which have reached it."""
 
@@ -31,7 +31,7 @@ class GlooGroup:
     It has those methods of vLLM's ``PyNcclCommunicator`` that a transfer of weights uses.
 
     Args:
-        store: torch store to which all processes of the group are connected.
+        store: torch store that all processes of the group are connected to.
         rank: rank of this process.
         world_size: number of processes in the group.
 

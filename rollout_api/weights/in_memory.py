@@ -16,7 +16,7 @@ from rollout_api.weights.gloo import GLOO, GlooTrainer, GlooTrainerInitInfo, upd
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
 """Names and torch tensors, or a function that returns them anew for each publication."""
 _START, _FAILED = "start", "failed: "
-"""What the process that publishes tells the trainer's other processes; the last is followed by a reason."""
+"""Messages of the process that publishes to the trainer's other processes; a reason follows the last one."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class TensorsInMemory:
     creates an instance. The process with rank 0 publishes, and every other one calls :meth:`take_part` meanwhile.
 
     Args:
-        tensors: all tensors of the model, with the names and shapes of the checkpoint with which the engines were
-            started. They are read once to describe them, and once more while they are sent, so that a function which
+        tensors: all tensors of the model, with the names and shapes of the engines' initial
+            checkpoint. They are read once to describe them, and once more while they are sent, so that a function which
             computes them should yield them one after the other.
         host: address of this machine that the engines can reach. Default: that of its default route.
-        port: port on which this process listens for engines that join; 0 chooses a free one.
+        port: port of this process for engines that join; 0 chooses a free one.
         trainers: process group (``torch.distributed``) of the trainer's processes that hold shards; None if the tensors
             are not sharded, or for torch's default group if they are.
-        device: torch device to which each tensor is copied before it is sent, and which decides between NCCL and gloo;
+        device: torch device that each tensor is copied to before it is sent. It decides between NCCL and gloo;
             None to send the tensors from where they are.
 
     Raises:
@@ -92,7 +92,7 @@ class TensorsInMemory:
             found = ", ".join(sorted(devices)) or "no device"
             raise InvalidRequestError(f"the tensors are on {found}; they must all be on cpu, or all on cuda")
         self.backend = GLOO if devices == {"cpu"} else "nccl"
-        """Backend with which they are sent."""
+        """Backend that sends them."""
 
     def _split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:
         """Return the tensors of the checkpoint that a whole tensor contains."""
@@ -165,7 +165,7 @@ class TensorsInMemory:
             with self._on_device():
                 self._sender.send_weights()
         except BaseException:
-            self.disconnect()  # a group in which a transfer has failed must not be used again
+            self.disconnect()  # a group must not be used again after a failed transfer
             if self._is_sharded:
                 for _ in self._remaining:  # the trainer's other processes gather all of them
                     pass
@@ -223,7 +223,7 @@ class TensorsInMemory:
 
 
 class _CurrentClient:
-    """Forwards a sender's calls, so that it can outlive the client with which it was created."""
+    """Forwards a sender's calls, so that the sender can outlive the client that it was created with."""
 
     target: Any
 
@@ -317,7 +317,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _device_of(tensor: Any, target: Any) -> Any:
-    """Return the device from which a tensor is sent: *target*, or if that is None, the one that it is on."""
+    """Return the device that a tensor is sent from: *target*, or if that is None, the one that it is on."""
     import torch
 
     return tensor.device if target is None else torch.device(target)

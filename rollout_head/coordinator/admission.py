@@ -1,4 +1,4 @@
-"""Admission of requests."""
+"""Admission of requests: which ones the job can serve, and what is known of those that were admitted before."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
-from rollout_head.coordinator.cancellations import Cancellations
-from rollout_head.coordinator.dead_letters import DeadLetters
-from rollout_head.coordinator.open_request import OpenRequest
-from rollout_head.coordinator.request_checks import check_request
-from rollout_head.coordinator.rollout_tracker import RolloutTracker
-from rollout_head.coordinator.sibling_lengths import SiblingLengths
+from rollout_head.coordinator.open_requests import OpenRequest, SiblingLengths
+from rollout_head.coordinator.orders import EngineOrders
+from rollout_head.coordinator.state import CoordinatorState
 from rollout_store.history.store import LengthLookup
 from rollout_store.job import Admission, Entry, JobStore, Stream, arrival_time
+from rollout_store.job.admission_rules import check_admission
 from rollout_store.job.assignments import RolloutKey
 from rollout_store.job.engine_errors import AdmissionError
 from rollout_store.job.requests import RequestProgress
@@ -37,18 +36,15 @@ class RequestAdmission:
 
     def __init__(
         self,
-        job: RolloutJob,
+        state: CoordinatorState,
         job_store: JobStore,
+        orders: EngineOrders,
         lengths: LengthLookup,
-        *,
+        job: RolloutJob,
         vocabulary: int,
-        tracker: RolloutTracker,
-        cancellations: Cancellations,
-        dead_letters: DeadLetters,
     ) -> None:
-        self._job, self._job_store, self._lengths, self._vocabulary = job, job_store, lengths, vocabulary
-        self._tracker, self._cancellations = tracker, cancellations
-        self._dead_letters = dead_letters
+        self._state, self._job_store, self._orders = state, job_store, orders
+        self._lengths, self._job, self._vocabulary = lengths, job, vocabulary
         self._num_arrivals = 0
 
     async def admit(self, entries: Iterable[Entry], held: Mapping[RolloutKey, str] | None = None) -> None:
@@ -60,7 +56,7 @@ class RequestAdmission:
                 have assigned samples of these requests.
         """
         checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
-        # A request that was sent twice has two entries, of which Redis admits the first.
+        # A request that was sent twice has two entries; Redis admits the first one.
         registered = await asyncio.gather(*(self._register(entry, request) for entry, request in checked))
         admitted = {
             entry.entry_id: request
@@ -82,7 +78,7 @@ class RequestAdmission:
             if not isinstance(message, RolloutRequest):
                 raise CodecError(f"a {message.kind} in place of a request")
         except CodecError as error:
-            await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
+            await move_to_dead_letters(self._state, self._job_store, Stream.REQUESTS, entry, str(error))
             return None
         try:
             return check_request(
@@ -92,7 +88,7 @@ class RequestAdmission:
             logger.warning("Refused request %s of client %s: %s", message.request_id, message.reply_to, error)
             refusal = Refusal(request_id=message.request_id, reason=str(error))
             await self._job_store.results.refuse(message, refusal)
-            await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
+            await move_to_dead_letters(self._state, self._job_store, Stream.REQUESTS, entry, str(error))
             return None
 
     async def _register(self, entry: Entry, request: RolloutRequest) -> Admission:
@@ -125,7 +121,7 @@ class RequestAdmission:
         for (entry_id, request), preferred_engine in zip(admitted.items(), preferred_engines, strict=True):
             done, cancelled = progress_of.get(request.request_id, _NO_PROGRESS)
             self._num_arrivals += 1
-            if self._cancellations.is_cancelled_early(request.request_id, entry_id):
+            if self._state.is_cancelled_early(request.request_id, entry_id):
                 cancelled_early.append(request.request_id)
                 cancelled = True
             opened = OpenRequest(
@@ -138,9 +134,93 @@ class RequestAdmission:
                 cancelled=cancelled,
                 recovered=held is not None,
             )
-            self._tracker.open(opened, held or {}, preferred_engine)
+            self._state.open(opened, held or {}, preferred_engine)
             if cancelled:
                 ended.append(opened)
         if cancelled_early:
             await self._job_store.requests.mark_cancelled(cancelled_early)
-        await self._cancellations.end(ended)
+        await self._orders.cancel(ended)
+
+
+async def move_to_dead_letters(
+    state: CoordinatorState, job_store: JobStore, stream: Stream, entry: Entry, reason: str
+) -> None:
+    """Move an entry of a stream that cannot be decoded or processed."""
+    logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
+    state.num_dead_letters += 1
+    await job_store.incoming.dead_letter(stream, entry, reason)
+
+
+def check_request(
+    request: RolloutRequest, size_bytes: int, job: RolloutJob, *, uid: str, vocabulary: int
+) -> RolloutRequest:
+    """Check whether a job can serve a request.
+
+    Args:
+        request: the request as the client sent it.
+        size_bytes: size of the encoded request.
+        job: the manifest.
+        uid: uid of the job.
+        vocabulary: number of token ids that the model knows.
+
+    Returns:
+        The request, with the job's sampling settings for all that it leaves open.
+
+    Raises:
+        AdmissionError: naming the setting that the job cannot serve.
+    """
+    spec = job.spec
+    if request.job_uid != uid:
+        raise AdmissionError(f"the request is for job {request.job_uid}, but this is job {uid}; connect again")
+    if size_bytes > (limit := int(parse_quantity(spec.queue.max_request_bytes))):
+        raise AdmissionError(f"the request has {size_bytes} bytes, but spec.queue.maxRequestBytes is {limit}")
+    try:
+        request = request.with_defaults(spec.sampling)
+    except ValueError as error:
+        raise AdmissionError(f"sampling, combined with the job's spec.sampling: {error}") from None
+    check_admission(
+        request.sampling,
+        len(request.prompt_token_ids),
+        max_model_len=spec.engine.max_model_len,
+        speculative=spec.speculation.policy != "off",
+        prefix=request.prefix,
+    )
+    _check_token_ids(request, vocabulary)
+    _check_weight_version(request)
+    return request
+
+
+def _check_token_ids(request: RolloutRequest, vocabulary: int) -> None:
+    prefix = request.prefix.token_ids if request.prefix is not None else []
+    for name, tokens in (("prompt", request.prompt_token_ids), ("prefix", prefix)):
+        for extreme in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= extreme < vocabulary:
+                raise _unknown_token(name, extreme, vocabulary)
+    for name, token in request.sampling.tokens_outside(vocabulary).items():
+        raise _unknown_token(f"sampling.{name}", token, vocabulary)
+
+
+def _unknown_token(name: str, token: int, vocabulary: int) -> AdmissionError:
+    return AdmissionError(
+        f"{name}: {token} is not a token of the model, which has {vocabulary}; remove it, or encode the prompt with "
+        "the model's tokenizer"
+    )
+
+
+def _check_weight_version(request: RolloutRequest) -> None:
+    if request.prefix is None:
+        return
+    oldest = request.prefix.oldest_weight_version
+    if oldest is not None and request.min_weight_version is not None and oldest < request.min_weight_version:
+        raise AdmissionError(
+            f"min_weight_version is {request.min_weight_version}, but the prefix was sampled with version {oldest}; "
+            "lower min_weight_version, or sample the rollout from the beginning"
+        )
+    if request.weight_version is None:
+        return
+    others = sorted({span.weight_version for span in request.prefix.weight_spans} - {request.weight_version})
+    if others:
+        raise AdmissionError(
+            f"the request is pinned to weight version {request.weight_version}, but its prefix was sampled with "
+            f"version {others[0]}; leave weight_version out, or sample the rollout from the beginning"
+        )

@@ -1,52 +1,43 @@
-"""The coordinator's main loop."""
+"""The coordinator's main loop, and how it takes over a job."""
 
 from __future__ import annotations
 
+import logging
 import time
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_head.coordinator.admission import RequestAdmission
-from rollout_head.coordinator.answers import Answers
-from rollout_head.coordinator.canaries import CanaryTest
-from rollout_head.coordinator.cancellations import Cancellations
-from rollout_head.coordinator.control import ControlProcessor
-from rollout_head.coordinator.dead_letters import DeadLetters
-from rollout_head.coordinator.engine_tracker import EngineTracker
-from rollout_head.coordinator.fenced_orders import FencedOrders
-from rollout_head.coordinator.message_reader import MessageReader
-from rollout_head.coordinator.pause import PauseAnnouncer
-from rollout_head.coordinator.reconciliation import Reconciliation
-from rollout_head.coordinator.recovery import Recovery, describe_job
-from rollout_head.coordinator.rollout_placer import RolloutPlacer
-from rollout_head.coordinator.rollout_queue import RolloutQueue
-from rollout_head.coordinator.rollout_tracker import RolloutTracker
-from rollout_head.coordinator.slow_clients import SlowClients
-from rollout_head.coordinator.status import StatusBoard
-from rollout_head.coordinator.status_publisher import StatusPublisher
-from rollout_head.coordinator.unservable import UnservableRequests
-from rollout_head.coordinator.weights import WeightAnnouncer
+from rollout_head.coordinator.engines import Engines, Reconciliation
+from rollout_head.coordinator.messages import MessageReader
+from rollout_head.coordinator.orders import EngineOrders
+from rollout_head.coordinator.placement import RolloutPlacer
+from rollout_head.coordinator.state import CoordinatorLimits, CoordinatorState
+from rollout_head.coordinator.status import StatusBuilder, StatusPublisher
+from rollout_head.coordinator.timeline import RequestSpans, TimelineRecorder
+from rollout_head.coordinator.unserved_rollouts import UnservedRollouts
 from rollout_head.tracing import TraceExporter
 from rollout_store.history.store import HistoryStore, LengthLookup
-from rollout_store.job import JobStore
-from rollout_store.job.limits import CoordinatorLimits
+from rollout_store.job import JobStore, Stream
+from rollout_store.job.assignments import RolloutKey
+from rollout_store.job.job_record import JobDescription
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator:
     """Coordinates a job until it is closed. Another coordinator can take over at any time, from the state in Redis.
 
-    This class runs the parts of the coordinator, each of which owns its state:
+    This class runs the parts of the coordinator, which share one :class:`CoordinatorState`:
 
-    - :class:`Recovery` rebuilds the state from Redis,
-    - :class:`MessageReader` reads the messages of clients and engines,
+    - :class:`MessageReader` reads the messages of clients and engines, and processes weight updates, cancellations,
+      pauses and the close,
     - :class:`RequestAdmission` admits or refuses requests,
-    - :class:`ControlProcessor` processes weight updates, :class:`Cancellations` and the close,
-    - :class:`RolloutTracker` knows the open requests, and :class:`RolloutQueue` which of their rollouts wait,
-    - :class:`EngineTracker` knows the live engines and reclaims the rollouts of lost ones,
+    - :class:`Engines` tracks the live engines and requeues the rollouts of lost ones, and :class:`Reconciliation` finds
+      events that were missed,
+    - :class:`EngineOrders` sends orders to engines,
     - :class:`RolloutPlacer` assigns waiting rollouts,
-    - :class:`UnservableRequests` ends what no engine can serve any more,
-    - :class:`Answers` answers rollouts that end without an engine,
-    - :class:`SlowClients` finds clients that do not read their results, and
+    - :class:`UnservedRollouts` ends rollouts without an engine, and
     - :class:`StatusPublisher` publishes the status.
     """
 
@@ -74,96 +65,44 @@ class Coordinator:
             limits: intervals and limits.
             traces: sends the spans of requests; None for no traces.
         """
-        limits = limits or CoordinatorLimits()
-        queue = job.spec.queue
-        self.board = StatusBoard(job, total_rollouts=total_rollouts)
-        self._job_store, self._limits = job_store, limits
-        self._canaries = CanaryTest()
-        self._dead_letters = DeadLetters(job_store)
-        self._orders = FencedOrders(job_store)
-        self._queue = RolloutQueue(limits)
-        self._tracker = RolloutTracker(self._queue, self._canaries)
-        self._answers = Answers(job_store, self._tracker, self._queue, limits)
-        self._weights = WeightAnnouncer(job_store, self._orders)
-        self._pause = PauseAnnouncer(job_store, self._orders)
-        self._engines = EngineTracker(job_store, self._orders, self._tracker, self._queue, self._answers, limits)
-        self._reconciliation = Reconciliation(job_store, self._tracker, self._engines)
-        self._cancellations = Cancellations(job_store, self._orders, self._tracker, self._answers)
-        self._control = ControlProcessor(
-            job_store, self._cancellations, self._weights, self._pause, self._engines, self._dead_letters
-        )
-        self._admission = RequestAdmission(
-            job,
-            job_store,
-            LengthLookup(history),
+        spec, uid = job.spec, job_store.keys.uid
+        self._description = JobDescription(
+            model=spec.model.uri,
             vocabulary=vocabulary,
-            tracker=self._tracker,
-            cancellations=self._cancellations,
-            dead_letters=self._dead_letters,
+            sampling=spec.sampling.model_dump_json(),
+            max_model_len=spec.engine.max_model_len,
+            max_request_bytes=int(parse_quantity(spec.queue.max_request_bytes)),
+            max_rollouts=spec.queue.max_rollouts,
+            history=history.keys.full_name,
+            history_redis="own" if separate_history else "",
         )
+        self._job_name, self._job_store = f"{job.metadata.namespace}/{job.metadata.name}", job_store
+        self._state = state = CoordinatorState(limits or CoordinatorLimits())
+        self.status = StatusBuilder(state, job, uid, total_rollouts=total_rollouts)
+        self._orders = EngineOrders(state, job_store)
+        self._engines = Engines(state, job_store, self._orders)
+        self._reconciliation = Reconciliation(state, job_store)
+        self._admission = RequestAdmission(state, job_store, self._orders, LengthLookup(history), job, vocabulary)
         self._reader = MessageReader(
-            job_store,
-            tracker=self._tracker,
-            engines=self._engines,
-            admission=self._admission,
-            cancellations=self._cancellations,
-            control=self._control,
-            max_rollouts=queue.max_rollouts,
-            limits=limits,
+            state, job_store, self._orders, self._engines, self._admission, spec.queue.max_rollouts
         )
-        self._unservable = UnservableRequests(
-            job_store,
-            tracker=self._tracker,
-            queue=self._queue,
-            engines=self._engines,
-            weights=self._weights,
-            answers=self._answers,
-            limits=limits,
-        )
-        self._slow_clients = SlowClients(job_store, self._tracker, int(parse_quantity(queue.max_unread_results)))
-        self._placer = RolloutPlacer(self._orders, self._tracker, self._queue, self._engines, self._weights)
-        self._publisher = StatusPublisher(
-            self.board,
-            job_store,
-            orders=self._orders,
-            tracker=self._tracker,
-            queue=self._queue,
-            engines=self._engines,
-            weights=self._weights,
-            pause=self._pause,
-            slow_clients=self._slow_clients,
-            control=self._control,
-            dead_letters=self._dead_letters,
-            canaries=self._canaries,
-            traces=traces,
-        )
-        self._recovery = Recovery(
-            job,
-            job_store,
-            describe_job(job, vocabulary=vocabulary, history=history.keys.full_name, separate_history=separate_history),
-            orders=self._orders,
-            tracker=self._tracker,
-            queue=self._queue,
-            answers=self._answers,
-            engines=self._engines,
-            weights=self._weights,
-            pause=self._pause,
-            cancellations=self._cancellations,
-            admission=self._admission,
-            control=self._control,
-            reader=self._reader,
-            publisher=self._publisher,
-        )
+        max_unread_bytes = int(parse_quantity(spec.queue.max_unread_results))
+        self._placer = RolloutPlacer(state, job_store, self._orders, max_unread_bytes)
+        self._unserved = UnservedRollouts(state, job_store)
+        spans = None if traces is None else RequestSpans(traces, uid, self._orders, state)
+        timeline = TimelineRecorder(job_store, self.status.distributions, spans)
+        self._publisher = StatusPublisher(state, job_store, self.status, timeline)
+        self._server_run_id = ""
 
     @property
     def num_open_requests(self) -> int:
         """Number of requests that are not fully answered."""
-        return len(self._tracker.requests)
+        return len(self._state.requests)
 
     @property
     def num_open_rollouts(self) -> int:
         """Number of samples of all open requests, including those that have ended."""
-        return self._tracker.num_rollouts
+        return self._state.num_rollouts
 
     async def run(self) -> None:
         """Coordinate until the job is closed and all its requests are answered.
@@ -171,8 +110,8 @@ class Coordinator:
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
-        await self._recovery.take_over()
-        limits = self._limits
+        await self._take_over()
+        limits = self._state.limits
         checked_at = published_at = round_began_at = 0.0
         while not await self._ended():
             now = time.monotonic()
@@ -186,25 +125,52 @@ class Coordinator:
                 round_began_at = now
                 self._reconciliation.begin_round()
             await self._reconciliation.step()
-            await self._placer.assign_waiting(self._slow_clients.names)
-            await self._answers.send_batch()
+            await self._placer.place_waiting()
+            await self._unserved.finish_batch()
             await self._reader.read()
         await self._publisher.publish()
 
+    async def _take_over(self) -> None:
+        """Become the job's coordinator, and rebuild the state that one which had run from the beginning would have."""
+        state = self._state
+        self._server_run_id = await self._job_store.server_run_id()
+        await self._orders.take_over()
+        # Events up to here are not read, because their effects are in the data that is read from here on.
+        await self._reader.reset()
+        await self._job_store.job.publish(self._job_name, self._description)
+        state.closing = await self._job_store.job.is_closing()
+        loss_counts = await self._job_store.assignments.loss_counts()
+        state.queue.restore(loss_counts, await self._job_store.rollouts.partial_ids())
+        await self._publisher.restore()
+        registered = await self._job_store.engines.engines()
+        held: dict[RolloutKey, str] = {}
+        for engine in registered:
+            for order in await self._job_store.assignments.inbox(engine):
+                if order.assignment is not None:
+                    held[order.assignment.key] = engine
+        entries = await self._job_store.incoming.entries(Stream.REQUESTS)
+        await self._admission.admit(entries, held)
+        if entries:
+            self._reader.skip_requests(entries[-1].entry_id)
+        # The live engines are discovered by the next update, which also tells them which weights to load.
+        await self._engines.reclaim({engine: report for engine, (report, alive) in registered.items() if not alive})
+
     async def _check(self) -> None:
         """Check Redis, engines, deadlines and clients."""
-        await self._recovery.take_over_again_after_restart()
+        if await self._job_store.server_run_id() != self._server_run_id:
+            logger.warning(
+                "Redis was restarted or replaced. The coordinator rebuilds its state, as writes may be lost."
+            )
+            self._state.clear()
+            await self._take_over()
         await self._orders.check_current()
-        for engine in await self._engines.update():
-            await self._weights.notify_new_engine(engine, self._engines.engines[engine])
-            await self._pause.notify_new_engine(engine, self._engines.engines[engine])
-        await self._unservable.end_overdue()
-        self._unservable.fail_unserved_versions()
-        await self._slow_clients.update()
+        await self._engines.update()
+        await self._unserved.find()
+        await self._placer.find_slow_clients()
 
     async def _ended(self) -> bool:
         """Return whether the job is closed and all is answered; then let the job's keys expire."""
-        if not self._control.closing or self._tracker.requests:
+        if not self._state.closing or self._state.requests:
             return False
         # The relay ends with the job, so it must have moved everything to the history.
         if not await self._job_store.incoming.all_processed():

@@ -21,7 +21,7 @@ _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass
 class Distribution:
-    """How many observed values were in which bucket."""
+    """Number of observed values in each bucket."""
 
     bounds: Sequence[float]
     """Upper bounds of the buckets, in ascending order; a value that equals a bound is in its bucket."""
@@ -39,7 +39,7 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return the upper bounds as text, the last of which is ``+Inf``, each with the number of values up to it."""
+        """Return the upper bounds as text, ending with ``+Inf``, each with the number of values up to it."""
         bounds = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
@@ -58,7 +58,7 @@ class RolloutDistributions:
     accepted_per_step: Distribution = field(default_factory=lambda: Distribution(_ACCEPTED))
     """Accepted draft tokens per decoding step of a rollout."""
     staleness_versions: Distribution = field(default_factory=lambda: Distribution(_VERSIONS))
-    """Weight versions by which a rollout's oldest token is behind the newest one when the rollout ends."""
+    """Number of weight versions that a rollout's oldest token is behind the newest one when the rollout ends."""
     weight_update_seconds: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
     """From the order to load weights until an engine serves them."""
     weight_gap_seconds: Distribution = field(default_factory=lambda: Distribution(_SHORT_SECONDS))

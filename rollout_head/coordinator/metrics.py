@@ -48,7 +48,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "history_failures": (_COUNTER, "Reads and writes of the history that failed."),
     "measured_timestamp_seconds": (_GAUGE, "Unix time of the last measurement."),
 }
-"""Counter in an engine's report → kind and description of its metric, the name of which begins ``rollout_engine_``."""
+"""Counter in an engine's report → kind and description of its metric, whose name begins with ``rollout_engine_``."""
 
 LABELED_ENGINE_METRICS = {
     "source_proposed_tokens": ("source", "Draft tokens that were proposed, including those not worth verifying."),
@@ -77,7 +77,7 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
     ),
     "rollout_staleness_versions": (
         "staleness_versions",
-        "Weight versions by which the oldest token of a rollout is behind the newest version at the rollout's end.",
+        "Weight versions that the oldest token of a rollout is behind the newest version at the rollout's end.",
     ),
     "rollout_weight_update_seconds": (
         "weight_update_seconds",
@@ -107,12 +107,12 @@ class StatusSource(Protocol):
 class StatusMetrics:
     """A ``prometheus_client`` collector of the last status. Labels name the job, engine or client, never a prompt."""
 
-    def __init__(self, board: StatusSource) -> None:
-        self._board = board
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
 
     def collect(self) -> Iterator[Metric]:
         """Yield one metric family for each figure."""
-        status = self._board.last
+        status = self._source.last
         if status is None:
             return
         job = [status["job"]]
@@ -126,7 +126,7 @@ class StatusMetrics:
         errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
         text = "Rollouts of a dataset source that got no reward from its environment."
         yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)
-        distributions = self._board.distributions
+        distributions = self._source.distributions
         for name, (distribution, text) in HISTOGRAMS.items() if distributions is not None else ():
             histogram = HistogramMetricFamily(name, text, labels=["job"])
             shown: Distribution = getattr(distributions, distribution)
@@ -160,7 +160,7 @@ class StatusMetrics:
             "rollouts_assigned": ("Rollouts that are assigned to an engine.", status["assigned"]),
             "engines": ("Engines with a valid lease.", len(status["engines"])),
             "engines_failed": ("Engines that cannot start.", len(status["engine_errors"])),
-            "status_age_seconds": ("Age of these figures; it grows while Redis is unavailable.", self._board.age_s),
+            "status_age_seconds": ("Age of these figures; it grows while Redis is unavailable.", self._source.age_s),
             "weight_version": ("Weight version that the engines should serve.", status["weight_version"]),
             "drift_e_value": (
                 "Evidence that drafting changes the output distribution; 1000 raises the alarm.",
@@ -175,7 +175,7 @@ class StatusMetrics:
                 sum(engine["speculation_disabled"] for engine in status["engines"]),
             ),
             "engines_unverified": (
-                "Engines on which vLLM does not verify the drafts that are proposed.",
+                "Engines whose vLLM does not verify the proposed drafts.",
                 len(status["unverified"]),
             ),
             "tokens_per_second": ("Response tokens per second over the last seconds.", status["tokens_per_second"]),

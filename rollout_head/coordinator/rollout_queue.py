@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rollout_api.protocol.messages import DraftMode
-from rollout_head.coordinator.open_request import OpenRequest
-from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
-from rollout_head.coordinator.sibling_groups import SiblingGroup
-from rollout_head.coordinator.version_bounds import VersionBounds
+from rollout_head.coordinator.open_requests import OpenRequest, SiblingGroup
+from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, VersionBounds, WaitingRequest
 from rollout_store.job.assignments import RolloutKey
-from rollout_store.job.limits import CoordinatorLimits
 
 
 class RolloutQueue:
     """Queues samples for the scheduler, and remembers how often engines were lost with them.
 
-    A rollout with which several engines were lost may be the cause. It is isolated: an engine gets at most one such
+    A rollout that several engines were lost with may be the cause. It is isolated: an engine gets at most one such
     rollout at a time, so that it cannot take other suspects with it.
+
+    Args:
+        isolation_threshold: a rollout is isolated once this many engines were lost with it.
     """
 
-    def __init__(self, limits: CoordinatorLimits) -> None:
-        self._scheduler, self._limits = ProbeThenLongest(), limits
+    def __init__(self, isolation_threshold: int) -> None:
+        self._scheduler, self._isolation_threshold = ProbeThenLongest(), isolation_threshold
         self._loss_counts: dict[str, int] = {}
         """Rollout id → number of engines lost with it since it last made progress."""
         self._partial_ids: set[str] = set()
@@ -42,7 +42,7 @@ class RolloutQueue:
         return self._scheduler.requests()
 
     def probed_groups(self) -> Iterator[str]:
-        """Yield the names of the groups of siblings of which samples wait and others were started before."""
+        """Yield the names of the groups that have both waiting and started samples."""
         return self._scheduler.probed_groups()
 
     def add(
@@ -59,7 +59,7 @@ class RolloutQueue:
         isolated = {
             (request.request_id, sample)
             for sample in samples
-            if self.loss_count(request.rollout_id(sample)) >= self._limits.isolation_threshold
+            if self.loss_count(request.rollout_id(sample)) >= self._isolation_threshold
         }
         self._isolated |= isolated
         self._scheduler.add(
@@ -110,7 +110,7 @@ class RolloutQueue:
         return self._scheduler.place(engines, slow_clients, occupied, newest_version)
 
     def may_have_partial(self, rollout_id: str) -> bool:
-        """Return whether a rollout may have a partial from which an engine can continue."""
+        """Return whether a rollout may have a partial that an engine can continue."""
         return rollout_id in self._partial_ids
 
     def add_partials(self, rollout_ids: set[str]) -> None:

@@ -1,22 +1,54 @@
-"""The scheduler: which rollout starts next, and on which engine. Pure."""
+"""The scheduler decides which rollout starts next, and on which engine. Pure."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from rollout_head.coordinator.version_bounds import ANY_VERSION, VersionBounds
+from rollout_api.protocol.messages import RolloutRequest
 
 _RUNNING_PER_EXTRA_ASSIGNMENT = 8
 """Rollouts that an engine can run at once, per additional rollout that it is assigned beyond them.
 
 Additional rollouts start as soon as others end, without waiting for the coordinator."""
 _MAX_PREFERRED_LOAD = 2
-"""Load up to which the next turn of a trajectory waits for the engine that has its prefix cached."""
+"""Highest load of an engine that the next turn of a trajectory waits for because its prefix is cached there."""
 _MIN_RELATIVE_LENGTH = 0.9
-"""Expected length, relative to the longest waiting samples, from which a sample starts before them on an engine that
-runs its siblings. With smaller values, long rollouts would start too late."""
+"""Smallest expected length, relative to the longest waiting samples, of a sample that starts before them on an engine
+that runs its siblings. With smaller values, long rollouts would start too late."""
+
+
+@dataclass(frozen=True)
+class VersionBounds:
+    """The weight versions that a request allows an engine to have when it starts a rollout."""
+
+    pinned: int | None = None
+    """The only version that may sample the rollouts; None for any."""
+    minimum: int = 0
+    """Oldest version."""
+    max_staleness: int | None = None
+    """Largest number of versions behind the newest published one; None for any."""
+
+    @classmethod
+    def of(cls, request: RolloutRequest) -> Self:
+        """Return the bounds of a request."""
+        return cls(request.weight_version, request.min_weight_version or 0, request.max_staleness)
+
+    def oldest(self, newest: int) -> int:
+        """Return the oldest version that is allowed while *newest* is the newest published one."""
+        if self.pinned is not None:
+            return self.pinned
+        return max(self.minimum, 0 if self.max_staleness is None else newest - self.max_staleness)
+
+    def allow(self, version: int, newest: int) -> bool:
+        """Return whether an engine with *version* may sample, while *newest* is the newest published version."""
+        return version == self.pinned if self.pinned is not None else version >= self.oldest(newest)
+
+
+ANY_VERSION = VersionBounds()
+"""The bounds of requests that any version may sample."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +62,11 @@ class EngineLoad:
     assigned: int
     """Number of rollouts that are assigned to it."""
     version: int
-    """Weight version with which it samples new rollouts."""
+    """Weight version of the rollouts that it starts next."""
     non_speculative: bool = False
     """Whether it runs without speculation, for requests that want no drafts."""
     siblings: Mapping[str, int] = field(default_factory=dict)
-    """Name of a group of siblings → number of its samples that are assigned to the engine, of groups of which samples
-    wait."""
+    """Name of a group with waiting samples → number of its samples that are assigned to the engine."""
 
     @property
     def load(self) -> float:
@@ -60,7 +91,7 @@ class WaitingRequest:
     probed: bool = False
     """Whether a sample of its siblings was started before: once it ends, the others' lengths are better known."""
     versions: VersionBounds = ANY_VERSION
-    """Weight versions with which the request may be sampled."""
+    """Weight versions that may sample the request."""
     non_speculative: bool = False
     """Whether the request wants no drafts, and therefore an engine without speculation if there is one."""
     preferred_engine: str | None = None
@@ -105,7 +136,7 @@ class _Rules:
         Args:
             engine: the engine.
             non_speculative: whether the request wants no drafts.
-            versions: weight versions with which the request may be sampled.
+            versions: weight versions that may sample the request.
         """
         right_kind = engine.non_speculative == non_speculative or non_speculative not in self.kinds
         return right_kind and versions.allow(engine.version, self.newest_version)
@@ -129,7 +160,7 @@ class ProbeThenLongest:
 
     _requests: dict[str, WaitingRequest] = field(default_factory=dict)
     _groups: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Name of a group → ids of its waiting requests, in the order in which they were added."""
+    """Name of a group → ids of its waiting requests, in the order of their arrival."""
     _unprobed: dict[str, set[str]] = field(default_factory=dict)
     """Name of a group → ids of those of its waiting requests that do not know of a probe."""
     _lanes: dict[_Lane, list[tuple[tuple[float, ...], str]]] = field(default_factory=dict)
@@ -181,7 +212,7 @@ class ProbeThenLongest:
         yield from self._requests.values()
 
     def probed_groups(self) -> Iterator[str]:
-        """Yield the names of the groups of which samples wait and others were started before."""
+        """Yield the names of the groups that have both waiting and started samples."""
         yield from (name for name in self._groups if name not in self._unprobed)
 
     def place(
@@ -252,7 +283,7 @@ class ProbeThenLongest:
         return self._sibling_of(best[1], engine) if best else None
 
     def _sibling_of(self, first: WaitingRequest, engine: EngineLoad) -> WaitingRequest:
-        """Return a request of the group of which an engine runs most samples, if it may start instead of *first*."""
+        """Return a request of the group that has most samples on an engine, if it may start instead of *first*."""
         if not first.probed or first.isolated:
             return first
         min_length = _MIN_RELATIVE_LENGTH * first.predicted_length

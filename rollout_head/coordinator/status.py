@@ -1,148 +1,136 @@
-"""Makes the coordinator's status of its job, and measures what it contains."""
+"""Builds the coordinator's status of its job from its state and from measurements over time, and publishes it."""
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
 from rollout_head.coordinator.distributions import RolloutDistributions
-from rollout_head.coordinator.remaining_length import RemainingWork
-from rollout_store.job import EngineReport
-from rollout_store.job.canary import DriftTest
+from rollout_head.coordinator.remaining_length import RemainingWork, estimate_remaining_work
+from rollout_head.coordinator.state import CoordinatorState
+from rollout_head.coordinator.timeline import TimelineRecorder
+from rollout_store.job import EngineReport, JobStore
 from rollout_store.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class StatusInput:
-    """What the coordinator knows when it makes a status."""
-
-    uid: str
-    coordinator: int
-    requests: int
-    waiting: int
-    assigned: Mapping[str, int]
-    """Engine id → number of assigned rollouts."""
-    totals: Mapping[str, int]
-    engines: Mapping[str, EngineReport]
-    """Reports of the live engines by id."""
-    engine_errors: dict[str, str]
-    """Engines that cannot start, with the reasons."""
-    environment_errors: dict[str, EnvironmentErrors]
-    """Errors of the environment of a dataset source, by type."""
-    engines_lost: int
-    dead_letters: int
-    weight_version: int
-    unread_bytes: dict[str, int]
-    slow_clients: list[str]
-    remaining: RemainingWork
-    """Tokens that the open requests are expected to take."""
-    drift: DriftTest
-    closing: bool
-    paused: bool
+_MAX_ESTIMATING_SHARE = 0.05
+"""Share of the time that may be spent on estimates of the remaining work."""
 
 
-class StatusBoard:
-    """Makes the coordinator's status and keeps the last one, together with the measurements over time that it needs."""
+class StatusBuilder:
+    """Builds the coordinator's status, keeps the last one, and takes the measurements over time that it needs."""
 
     def __init__(
-        self,
-        job: RolloutJob,
-        *,
-        total_rollouts: int | None = None,
+        self, state: CoordinatorState, job: RolloutJob, uid: str, *, total_rollouts: int | None = None
     ) -> None:
-        """Create a board without a status.
+        """Create a builder without a status.
 
         Args:
+            state: the coordinator's state.
             job: the manifest.
+            uid: uid of the job.
             total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
         """
         self.last: CoordinatorStatus | None = None
         """The last status; None before the first one."""
         self.distributions = RolloutDistributions()
         """Distributions of what rollouts and weight updates have taken."""
-        self._job = f"{job.metadata.namespace}/{job.metadata.name}"
+        self._state, self._job, self._uid = state, f"{job.metadata.namespace}/{job.metadata.name}", uid
         self._total_rollouts = total_rollouts
         self._throughput, self._savings = _Throughput(), _TimeSavings()
         self._busy_at: dict[str, float] = {}
         """Engine → ``time.monotonic()`` when it last had a rollout, or was discovered."""
         self._updated_at = 0.0
+        self._remaining = RemainingWork(0.0, 0.0)
+        self._next_estimate = 0.0
+        """``time.monotonic()`` of the next estimate of the remaining work."""
 
     @property
     def age_s(self) -> float:
         """Seconds since the last status was made. The age grows while the coordinator waits for Redis."""
         return time.monotonic() - self._updated_at
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second that all engines have sampled over the last seconds."""
-        return self._throughput.tokens_per_second
+    def update(
+        self, totals: Mapping[str, int], engine_errors: dict[str, str], environment_errors: dict[str, EnvironmentErrors]
+    ) -> CoordinatorStatus:
+        """Build the status of this moment.
 
-    def update(self, current: StatusInput) -> CoordinatorStatus:
-        """Make the status."""
+        Args:
+            totals: sums over all rollouts of the job that have ended.
+            engine_errors: engines that cannot start, with the reasons.
+            environment_errors: errors of the environment of a dataset source, by type.
+        """
+        state, drift = self._state, self._state.canaries.drift
         self._updated_at = now = time.monotonic()
-        self._throughput.update(current.engines)
-        self._savings.update(current.engines)
-        self.distributions.observe_engines(current.engines)
+        self._throughput.update(state.engines)
+        self._savings.update(state.engines)
+        self.distributions.observe_engines(state.engines)
         self._busy_at = {
-            engine: now if current.assigned.get(engine) else self._busy_at.get(engine, now)
-            for engine in current.engines
+            engine: now if state.assigned.get(engine) else self._busy_at.get(engine, now) for engine in state.engines
         }
-        assigned = sum(current.assigned.values())
-        work, tail = self._estimate_seconds(current, assigned)
-        totals = current.totals
+        work, tail = self._estimate_seconds(now)
         decoding_steps, accepted_tokens = totals.get("decoding_steps", 0), totals.get("accepted_tokens", 0)
         status: CoordinatorStatus = {
             "job": self._job,
-            "uid": current.uid,
-            "coordinator": current.coordinator,
-            "state": "closing" if current.closing else "paused" if current.paused else "running",
-            "weight_version": current.weight_version,
-            "requests": current.requests,
-            "waiting": current.waiting,
-            "assigned": assigned,
+            "uid": self._uid,
+            "coordinator": state.coordinator,
+            "state": "closing" if state.closing else "running" if state.pause_mode is None else "paused",
+            "weight_version": state.newest_version,
+            "requests": len(state.requests),
+            "waiting": state.queue.num_waiting,
+            "assigned": state.num_assigned,
             "done": totals.get("rollouts", 0),
             "total": self._total_rollouts,
-            "epoch": None if self._total_rollouts is None else current.weight_version,
+            "epoch": None if self._total_rollouts is None else state.newest_version,
             "tokens": totals.get("tokens", 0),
             "decoding_steps": decoding_steps,
             "draft_tokens": totals.get("draft_tokens", 0),
             "accepted_tokens": accepted_tokens,
             "accepted_per_step": accepted_tokens / decoding_steps if decoding_steps else 0.0,
             "saved": self._savings.fraction,
-            "canaries": current.drift.canaries,
-            "drift_e_value": current.drift.e_value,
-            "distribution_drift": current.drift.drifted,
-            "unverified": [report.name for report in current.engines.values() if _drafts_unverified(report.counters)],
-            "tokens_per_second": self.tokens_per_second,
+            "canaries": drift.canaries,
+            "drift_e_value": drift.e_value,
+            "distribution_drift": drift.drifted,
+            "unverified": [report.name for report in state.engines.values() if _drafts_unverified(report.counters)],
+            "tokens_per_second": self._throughput.tokens_per_second,
             "remaining_seconds": None if work is None or tail is None else max(work, tail),
             "work_seconds": work,
             "tail_seconds": tail,
-            "engines": [self._engine_entry(engine, current, now) for engine in current.engines],
-            "engine_errors": current.engine_errors,
-            "environment_errors": current.environment_errors,
-            "engines_lost": current.engines_lost,
-            "dead_letters": current.dead_letters,
-            "unread_bytes": current.unread_bytes,
-            "slow_clients": current.slow_clients,
+            "engines": [self._engine_entry(engine, report, now) for engine, report in state.engines.items()],
+            "engine_errors": engine_errors,
+            "environment_errors": environment_errors,
+            "engines_lost": state.num_lost_engines,
+            "dead_letters": state.num_dead_letters,
+            "unread_bytes": state.unread_bytes,
+            "slow_clients": sorted(state.slow_clients),
         }
         self.last = status
         return status
 
-    def _estimate_seconds(self, current: StatusInput, assigned: int) -> tuple[float | None, float | None]:
+    def _estimate_seconds(self, now: float) -> tuple[float | None, float | None]:
         """Estimate the seconds until all work is done, and until the longest rollout ends; None if unknown."""
-        if not current.requests:
+        if not self._state.requests:
             return 0.0, 0.0
-        if not self.tokens_per_second or not assigned:
+        assigned, speed = self._state.num_assigned, self._throughput.tokens_per_second
+        if not speed or not assigned:
             return None, None
-        work = current.remaining.total_tokens / self.tokens_per_second
-        return work, current.remaining.longest_tokens * assigned / self.tokens_per_second
+        speed_of_rollout = speed / assigned
+        if now >= self._next_estimate:
+            requests = self._state.requests.values()
+            self._remaining = estimate_remaining_work(
+                rollouts for request in requests for rollouts in request.remaining_work(speed_of_rollout, now)
+            )
+            ended = time.monotonic()
+            self._next_estimate = ended + (ended - now) / _MAX_ESTIMATING_SHARE
+        return self._remaining.total_tokens / speed, self._remaining.longest_tokens / speed_of_rollout
 
-    def _engine_entry(self, engine: str, current: StatusInput, now: float) -> EngineEntry:
-        report = current.engines[engine]
+    def _engine_entry(self, engine: str, report: EngineReport, now: float) -> EngineEntry:
         return {
             "id": engine,
             "name": report.name,
@@ -152,13 +140,52 @@ class StatusBoard:
             "speculation_disabled": report.speculation_disabled,
             "draining": report.draining,
             "max_running": report.max_running,
-            "assigned": current.assigned.get(engine, 0),
+            "assigned": len(self._state.assigned.get(engine, ())),
             "tokens_per_second": self._throughput.of_engine(engine),
             "idle_seconds": now - self._busy_at[engine],
             "failed": {str(version): reason for version, reason in report.failed.items()},
             "counters": report.counters,
             "labeled_counters": report.labeled_counters,
         }
+
+
+class StatusPublisher:
+    """Publishes the status for clients, the canary test for later coordinators, and the timeline for reports."""
+
+    def __init__(
+        self, state: CoordinatorState, job_store: JobStore, builder: StatusBuilder, timeline: TimelineRecorder
+    ) -> None:
+        self._state, self._job_store, self._builder, self._timeline = state, job_store, builder, timeline
+        self._stored_canaries = 0
+        """Number of canaries in the state that was last stored."""
+
+    async def restore(self) -> None:
+        """Continue the canary test of an earlier coordinator, if its state can be read."""
+        try:
+            if (stored := await self._job_store.job.canaries()) is not None:
+                self._state.canaries.load_json(stored)
+                self._stored_canaries = self._state.canaries.drift.canaries
+        except ValueError as error:
+            logger.warning(
+                "Cannot read the state of the canary test in %s; the test goes on without the canaries of earlier "
+                "coordinators: %s",
+                self._job_store.keys.canaries,
+                error,
+            )
+
+    async def publish(self) -> None:
+        """Publish the current state."""
+        status = self._builder.update(
+            await self._job_store.rollouts.totals(),
+            await self._job_store.engines.failed(),
+            await self._job_store.job.environment_errors(),
+        )
+        await self._job_store.job.set_status(json.dumps(status).encode())
+        canaries = self._state.canaries
+        if canaries.drift.canaries != self._stored_canaries:
+            self._stored_canaries = canaries.drift.canaries
+            await self._job_store.job.set_canaries(canaries.to_json())
+        await self._timeline.record(status)
 
 
 class _Throughput:

@@ -9,35 +9,35 @@ from rollout_api.http_server import HttpServer
 from rollout_api.protocol.status import ServedStatus
 from rollout_api.status_token import StatusToken
 from rollout_head.coordinator.metrics import StatusMetrics
-from rollout_head.coordinator.status import StatusBoard
+from rollout_head.coordinator.status import StatusBuilder
 from rollout_store.job.limits import STALE_STATUS_S
 
 _STARTING = "the coordinator is still reading the job's state"
 
 
 class StatusServer(HttpServer):
-    """Serves the last status of a :class:`StatusBoard`."""
+    """Serves the last status of a :class:`StatusBuilder`."""
 
-    def __init__(self, board: StatusBoard, token: StatusToken | None = None) -> None:
-        self._board = board
+    def __init__(self, builder: StatusBuilder, token: StatusToken | None = None) -> None:
+        self._builder = builder
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(StatusMetrics(board))
+        registry.register(StatusMetrics(builder))
         pages = {"/status": self._status, "/healthz": self._health, "/readyz": self._readiness}
         super().__init__(registry, pages, token)
 
     async def _status(self, _: web.Request) -> web.Response:
-        if self._board.last is None:
+        if self._builder.last is None:
             return web.json_response({"error": _STARTING}, status=503)
         redis_error = None
-        if self._board.age_s > STALE_STATUS_S:
-            redis_error = f"Redis has not answered the coordinator for {self._board.age_s:.0f} s"
-        status: ServedStatus = {**self._board.last, "redis_error": redis_error}
+        if self._builder.age_s > STALE_STATUS_S:
+            redis_error = f"Redis has not answered the coordinator for {self._builder.age_s:.0f} s"
+        status: ServedStatus = {**self._builder.last, "redis_error": redis_error}
         return web.json_response(status)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def _readiness(self, _: web.Request) -> web.Response:
-        if self._board.last is None:
+        if self._builder.last is None:
             return web.Response(text=f"{_STARTING}\n", status=503)
         return web.Response(text="ok\n")

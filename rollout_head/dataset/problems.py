@@ -37,7 +37,7 @@ class DatasetProblem:
         """Score the text between the last ``<answer>`` tags of *response* with the generator's own scorer.
 
         Returns:
-            A score from 0 to 1; 0 for an answer on which the scorer raises an error, as some do.
+            A score from 0 to 1; 0 if the scorer raises an error, as some do.
         """
         from reasoning_gym.utils import extract_answer
 
@@ -82,7 +82,7 @@ def check_tasks(source: DatasetSource) -> None:
 
 
 def _for_each_task(source: DatasetSource, function: Callable[[Task], object]) -> None:
-    """Call *function* with each task, and raise a ManifestError that names all tasks with which it fails."""
+    """Call *function* with each task, and raise a ManifestError that names all tasks that it fails for."""
     errors: list[FieldError] = []
     for number, task in enumerate(source.tasks or ()):
         path = f"spec.source.dataset.tasks[{number}]"

@@ -1,4 +1,4 @@
-"""What a dataset job did in each epoch, and the figures derived from it."""
+"""The record of each epoch of a dataset job, and the figures derived from it."""
 
 from __future__ import annotations
 

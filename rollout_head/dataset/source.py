@@ -58,7 +58,7 @@ _MAX_START_FAILURES = 3
 class LocalServer:
     """Runs ``rollout serve`` for one client on this machine, and restarts it when it ends.
 
-    Used as a context manager, from the main thread, with which the server ends.
+    Used as a context manager, from the main thread: the server ends with it.
 
     Args:
         setup: the job.
@@ -108,7 +108,7 @@ class LocalServer:
                     pass
                 if self._failures >= _MAX_START_FAILURES:
                     raise EngineError(
-                        "the HTTP server from which the environment samples cannot start; check spec.server.args. The "
+                        "the HTTP server that the environment samples from cannot start; check spec.server.args. The "
                         f"end of its output: {self._log}"
                     )
                 await asyncio.sleep(_CHECK_INTERVAL_S)
@@ -163,7 +163,7 @@ class TrajectorySource:
 
     environment: EnvironmentSupervisor
     server: LocalServer
-    """The server from which the environment samples."""
+    """The server that the environment samples from."""
     scores_groups: bool
     """Whether all rollouts of a problem have to be in one call."""
 
@@ -391,7 +391,7 @@ async def run_dataset(
         dataset: the problems to sample.
         server: the job's Redis.
         finished_before: number of rollouts that earlier runs have finished.
-        baselines: modes in which each epoch is repeated for comparison; none for an environment that asks for its
+        baselines: modes that repeat each epoch for comparison; none for an environment that asks for its
             responses itself.
         watch: runs concurrently to show the progress; cancelled at the end.
 

@@ -99,7 +99,7 @@ class DatasetTrainer:
             server: the job's Redis, which holds the ledger.
             keys: keys of the job's messages.
             store: the history, which holds the rewards of rollouts of earlier runs.
-            baselines: modes in which each epoch is repeated for comparison; they do not change the history.
+            baselines: modes that repeat each epoch for comparison; they do not change the history.
             finished_before: number of rollouts that had finished when this run began.
             environment: computes the rewards of its problems.
         """
@@ -152,7 +152,7 @@ class DatasetTrainer:
         return report
 
     def _num_finished_before(self, finished: Mapping[int, Mapping[str, Any]]) -> int:
-        """Return how many rollouts earlier runs have finished, of which *finished* are not abandoned."""
+        """Return how many rollouts earlier runs have finished; *finished* counts those that are not abandoned."""
         return self._finished_before
 
     def _prompts(self, mode: EpochMode) -> list[Prompt]:

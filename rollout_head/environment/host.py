@@ -45,7 +45,7 @@ TICK_S = 0.25
 HEARTBEAT_S = 1.0
 """Seconds between two signs of life."""
 MAX_MESSAGE_CHARS = 2000
-"""Length to which the text of an error is cut."""
+"""Maximum length of the text of an error."""
 _MAX_CONNECTIONS = 1024
 _STACK_BYTES = 512 << 10
 """Stack of a thread that waits for a response."""
@@ -77,7 +77,7 @@ class TimeBudget:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time in which the model samples."""
+        """Do not count the time that the model takes to sample."""
         self._paused += 1
         try:
             yield
@@ -123,7 +123,7 @@ class RolloutRecord:
 
 
 current_rollout: ContextVar[Any] = ContextVar("current_rollout")
-"""The rollout, or the group of rollouts, for which a task of verifiers samples."""
+"""The rollout, or the group of rollouts, that a task of verifiers samples for."""
 
 
 class Calls:
@@ -397,7 +397,7 @@ def _plain_prompt(prompt: Any, problem_id: str) -> list[Any]:
 
 
 def _plain_reply(reply: Any, problem_id: str) -> list[Any]:
-    """Return the messages with which an environment continues a conversation as plain data."""
+    """Return the messages that continue a conversation as plain data."""
     if isinstance(reply, str):
         return [{"role": "user", "content": reply}]
     try:

@@ -115,7 +115,7 @@ class EnvironmentSupervisor:
 
     A call that makes the process hang fails with that error, and the other calls of the process are repeated. A call
     that makes the process end or use too much memory is repeated alone, and fails if it happens again. If it is unknown
-    which of several calls is to blame, they are repeated in two halves, of which one is halved again if it happens
+    which of several calls is to blame, they are repeated in two halves, and one is halved again if it happens
     again.
 
     Args:

@@ -1,1 +1,1 @@
-"""The history: finished rollouts in Redis, from which every suffix index is rebuilt."""
+"""The history: finished rollouts in Redis. Every suffix index is rebuilt from them."""

@@ -28,7 +28,7 @@ _Item = TypeVar("_Item")
 
 
 def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
-    """Split *items* into consecutive batches of *size*, the last of which may be smaller."""
+    """Split *items* into consecutive batches of *size*. The last one may be smaller."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
@@ -174,7 +174,7 @@ class ProblemCatalog:
         return Changes(frozenset(problem_ids), new_cursors, frozenset(reset_shards))
 
     def generations(self, problem_ids: Sequence[str]) -> dict[str, list[int] | None]:
-        """Return the generations in which problems were sampled; None for a problem with a key of the wrong type."""
+        """Return the generations that sampled each problem; None for a problem with a key of the wrong type."""
         names = query_problems(
             self._client, problem_ids, lambda pipeline, problem_id: pipeline.hkeys(self._keys.lengths(problem_id))
         )

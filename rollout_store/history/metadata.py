@@ -46,7 +46,7 @@ class HistoryInfo:
     window: int
     """Number of generations kept per problem, as requested by the job that opened the history last."""
     age_limit: int | None
-    """Age in generations from which rollouts are deleted even within the window; None if there is no such limit."""
+    """Rollouts of this age in generations are deleted even within the window; None if there is no such limit."""
     max_bytes: int | None
     """Byte cap in Redis; None if there is none."""
 
@@ -56,7 +56,7 @@ class HistoryInfo:
 
 
 class RetentionRule(NamedTuple):
-    """The rule by which generations of a problem are kept, in the form that ``append.lua`` expects."""
+    """The rule for keeping generations of a problem, in the form that ``append.lua`` expects."""
 
     window: int
     """Number of generations that are kept."""
@@ -88,12 +88,12 @@ class HistoryMetadata:
         self.window = window
         """Number of generations per problem that this process reads."""
         self._newest = 0
-        """The newest generation seen, from which a server that lost its data continues to count."""
+        """The newest generation seen. A server that lost its data continues to count from it."""
         self._initial: dict[str, str] = {}
-        """Fields with which the history is created again if its server loses it."""
+        """Fields for creating the history again if its server loses it."""
 
     def set_initial(self, tokenizer: str, model: str = "", *, max_bytes: int | None = None) -> None:
-        """Set the fields with which to create the history again if its server loses it; nothing is sent.
+        """Set the fields for creating the history again if its server loses it; nothing is sent.
 
         Args:
             tokenizer: fingerprint of the tokenizer's vocabulary.
@@ -214,7 +214,7 @@ class HistoryMetadata:
     # Retention
 
     def set_age_limit(self, age_limit: int | None) -> None:
-        """Set the age in generations from which rollouts are deleted; None for no limit."""
+        """Set the age in generations that rollouts are deleted at; None for no limit."""
         if age_limit is None:
             self._client.hdel(self._keys.meta, "age_limit")
         else:

@@ -63,7 +63,7 @@ class HistoryRecord:
     step: int = -1
     """The training step, or the epoch of a dataset source; -1 if unknown."""
     draft_sources: bytes = b""
-    """Code of each token, one byte for a token: which ones are accepted draft tokens, and of which source.
+    """Code of each token, one byte for a token: whether it is an accepted draft token, and its source.
 
     See :mod:`rollout_api.protocol.draft_sources`. Empty if no draft was verified, or if it is unknown."""
 

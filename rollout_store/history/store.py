@@ -428,12 +428,12 @@ class HistoryStore:
 LENGTH_LOOKUP_TIMEOUT_S = 1.0
 """Seconds to wait for length statistics; all requests of a job wait for them."""
 LENGTH_LOOKUP_RETENTION_S = 5.0
-"""Seconds for which statistics that were looked up are used again."""
+"""Seconds that looked-up statistics are used again."""
 LENGTH_LOOKUP_PAUSE_S = 30.0
 """Seconds without a lookup after one has failed."""
 
 NO_LENGTH_STATS = LengthStats.from_lengths(())
-"""Statistics of a problem of which nothing is known."""
+"""Statistics of an unknown problem."""
 
 
 class LengthLookup:

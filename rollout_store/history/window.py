@@ -1,6 +1,6 @@
 """Decides which rollouts of a problem are kept: its window, and the cutoff generation that follows the policy's drift.
 
-**The window** is counted per problem: it holds the rollouts of the newest generations in which *this problem* was
+**The window** is counted per problem: it holds the rollouts of the newest generations when *this problem* was
 sampled. A problem that is sampled once per epoch therefore keeps the rollouts of several epochs, however many weight
 versions each epoch has.
 
@@ -66,7 +66,7 @@ def oldest_kept(generations: Iterable[int], window: int, cutoff: int) -> int:
     """Return the oldest generation of a problem that is kept. ``append.lua`` implements the same rule.
 
     Args:
-        generations: generations in which the problem was sampled.
+        generations: generations that sampled the problem.
         window: number of its newest generations that are kept, at least 1.
         cutoff: the cutoff generation; of older generations, at most :data:`ALWAYS_KEPT` are kept.
 

@@ -98,7 +98,7 @@ class ExportFormat(StrEnum):
 
 
 class ProblemOrder(StrEnum):
-    """In which order problems are listed."""
+    """The order of a list of problems."""
 
     LENGTH = "length"
     USED = "used"
@@ -110,7 +110,7 @@ _PROBLEM_ORDER: dict[ProblemOrder, Callable[[ProblemRow], float]] = {
     ProblemOrder.USED: lambda row: row.last_used,
     ProblemOrder.BYTES: lambda row: row.bytes,
 }
-"""What is greatest for the problem that is listed first."""
+"""Order → figure that is greatest for the problem that is listed first."""
 
 
 def _parse_duration(duration: str | float) -> float:

@@ -130,7 +130,7 @@ class HistoryService:
         self._release_leases()
 
     def _maintain_all(self) -> None:
-        """Run maintenance over each history for which it is due.
+        """Run maintenance over each history that it is due for.
 
         Raises:
             Exception: Redis does not answer, or does not list its histories.

@@ -55,7 +55,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit of which it has at least two."""
+    """Return a duration in the largest unit that fits into it at least twice."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -268,7 +268,7 @@ def show_rollout(number: int, record: HistoryRecord, contents: ProblemContents, 
 def compare_rollouts(
     numbers: tuple[int, int], records: tuple[HistoryRecord, HistoryRecord], contents: ProblemContents, decode: Decoder
 ) -> RenderableType:
-    """Return two rollouts side by side, in which the tokens that only one of them has are reversed.
+    """Return two rollouts side by side. Tokens that only one of them has are reversed.
 
     Args:
         numbers: numbers of the rollouts in the table of all.
@@ -303,7 +303,7 @@ def heading(number: int, record: HistoryRecord, contents: ProblemContents) -> Te
 
 
 def styled_text(record: HistoryRecord, decode: Decoder, emphasized: frozenset[int]) -> Text:
-    """Return the text of a rollout, in which the color of a token is that of its source.
+    """Return the text of a rollout. The color of a token is that of its source.
 
     Args:
         record: the rollout.

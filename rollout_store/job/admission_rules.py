@@ -38,8 +38,8 @@ def check_admission(
         max_model_len: ``engine.maxModelLen`` of the manifest.
         speculative: whether the engine is configured with speculation.
         raw_logprobs: whether the engine's log-probabilities are those of the model before filters.
-        routed_experts: whether the engine returns the experts to which each token was routed.
-        prefix: tokens from which the response is to be continued.
+        routed_experts: whether the engine returns the experts of each token.
+        prefix: tokens that the response continues from.
 
     Raises:
         AdmissionError: if it cannot; the message names the setting and what to do.

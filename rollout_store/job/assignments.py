@@ -33,7 +33,7 @@ class Assignment:
     entry_id: str
     """Id of the request's entry in the request stream."""
     resumed: bool = False
-    """Whether there may be a partial from which the engine can continue."""
+    """Whether there may be a partial that the engine can continue from."""
     oldest_version: int = 0
     """Oldest weight version that may have sampled, or may sample, a token of the rollout."""
     is_first: bool = False

@@ -21,18 +21,18 @@ from typing import NamedTuple
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutRequest
 
 CANARY_TOKENS = 256
-"""Number of a canary's first tokens for which nothing is drafted: enough for the test, and few for a long rollout."""
+"""Number of a canary's first tokens without drafts: enough for the test, and few for a long rollout."""
 ALARM_E_VALUE = 1000.0
-"""E-value from which on the output distribution is considered to have drifted."""
+"""E-value at which the output distribution is considered to have drifted."""
 _GROUPS_PER_CANARY = 16
 """One of so many groups has a canary."""
 _TILTS = (-0.9, -0.5, -0.25, 0.25, 0.5, 0.9)
-"""Slopes of the alternatives in which ranks are lower or higher than expected.
+"""Slopes of the alternatives with lower or higher ranks than expected.
 
 There are no smaller ones: weight updates may cut off some long canaries that take slightly longer, and a deficit of 1 %
 of the longest canaries must not raise the e-value."""
 _SPREADS = (-0.45, -0.25, 0.3, 0.8)
-"""Curvatures of the alternatives in which ranks are in the middle, or at the ends, more often than expected."""
+"""Curvatures of the alternatives with more ranks in the middle, or at the ends, than expected."""
 _MIN_LOG_E_VALUE = math.log(1e-12)
 
 

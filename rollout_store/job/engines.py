@@ -48,9 +48,9 @@ class EngineReport:
     draining: bool = False
     """Whether the engine is leaving the job and takes no new rollouts."""
     transfer_backend: str = ""
-    """The backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
+    """The backend of vLLM's weight transfer from a trainer's memory; '' if there is none."""
     ranks: int = 1
-    """Number of the engine's worker processes, each of which has a rank in a trainer's group."""
+    """Number of the engine's worker processes. Each has a rank in a trainer's group."""
     transfer_group: str = ""
     """Id of the trainer's group that the engine was last told to join; '' if there was none."""
     transfer_error: str = ""
@@ -84,7 +84,7 @@ class EngineReport:
 
     @property
     def upcoming_version(self) -> int:
-        """Weight version with which new rollouts are sampled: the one being loaded, if there is one."""
+        """Weight version that samples new rollouts: the one being loaded, if there is one."""
         return self.version if self.loading is None else self.loading
 
     def has_full_weights(self, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is known about the job as a whole: its description, status, weights and canary test."""
+"""The record of the job as a whole: its description, status, weights and canary test."""
 
 from __future__ import annotations
 

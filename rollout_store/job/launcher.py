@@ -1,4 +1,4 @@
-"""What the processes that launch, watch and end a job read and write. Synchronous."""
+"""The reads and writes of the processes that launch, watch and end a job. Synchronous."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LauncherStore:
             pid: process id of the engine's actor.
 
         Returns:
-            The ids with which the process was registered.
+            The ids of the process's registration.
         """
         found: Any = self._client.hgetall(self._keys.engines)
         reports = {as_text(engine): EngineReport.read(report) for engine, report in found.items()}
@@ -201,6 +201,6 @@ class LauncherStore:
             pipeline.execute()
 
     def release_name(self, name: str) -> None:
-        """Delete the entry by which clients find the job ``namespace/name``, unless another job has taken the name."""
+        """Delete the entry that clients find the job ``namespace/name`` by, unless another job has taken the name."""
         if self._client.get(job_uid_key(name)) == self._keys.uid.encode():
             self._client.delete(job_uid_key(name))

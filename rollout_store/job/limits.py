@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # The job's state in Redis (job_store)
 
 ENGINE_LEASE_S = 5.0
@@ -48,33 +46,6 @@ KEYS_PER_SCAN = 500
 """Number of keys that are expired or deleted in one round trip."""
 LEDGERS_PER_SCAN = 1000
 """Number of keys that Redis examines in one step of a scan for ledgers."""
-
-
-@dataclass(frozen=True)
-class CoordinatorLimits:
-    """Intervals and limits of a coordinator. The defaults suit production; tests shorten some of them."""
-
-    read_timeout_s: float = 0.1
-    """Time for which a read waits for new messages; it bounds how long other work is delayed."""
-    read_batch: int = 500
-    """Maximum number of entries of each stream in one read."""
-    engine_check_interval_s: float = 0.25
-    """Time between two checks of engines, deadlines and unread results."""
-    status_interval_s: float = 1.0
-    """Time between two publications of the status."""
-    reconcile_interval_s: float = 10.0
-    """Time between two comparisons with Redis, which find events that were missed."""
-    answer_batch: int = 256
-    """Maximum number of rollouts that are answered without an engine in one pass, so that other work is not delayed."""
-    isolation_threshold: int = 3
-    """Engines lost with a rollout after which an engine gets at most one such rollout at a time."""
-    max_losses: int = 6
-    """Engines lost with a rollout, without any progress in between, after which the rollout fails."""
-    unserved_version_log_delay_s: float = 30.0
-    """Time after which rollouts that wait for a weight version are first logged."""
-    unserved_version_log_interval_s: float = 300.0
-    """Time between further log messages about such rollouts."""
-
 
 # The coordinator's status and the timeline
 

@@ -1,4 +1,4 @@
-"""What all parts of a job's state have in common: the connection, the keys, and retries."""
+"""The common part of all parts of a job's state: the connection, the keys, and retries."""
 
 from __future__ import annotations
 

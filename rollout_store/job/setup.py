@@ -1,4 +1,4 @@
-"""What every process of a job has to know, and how each part of the job is created from it."""
+"""The settings that every process of a job needs, and the creation of each part of the job from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JobSetup:
     redis_url: str
     vocabulary_size: int
     tokenizer: str
-    """Fingerprint of the tokenizer's vocabulary, to which a history belongs."""
+    """Fingerprint of the tokenizer's vocabulary. A history belongs to one vocabulary."""
     engines_per_machine: int = 1
     """Number of engines that share a machine's CPU cores, without additional ones."""
     total_rollouts: int | None = None
@@ -37,7 +37,7 @@ class JobSetup:
     overrides: dict[str, Any] | None = None
     """Additional vLLM engine arguments."""
     http_host: str | None = "127.0.0.1"
-    """Address on which the coordinator's HTTP server listens; None for all addresses."""
+    """Address of the coordinator's HTTP server; None for all addresses."""
     http_port: int = 0
     """Port of that server; 0 for a free one."""
     model_cache: str = ""
@@ -47,9 +47,9 @@ class JobSetup:
     history_url: str = ""
     """URL of the Redis server or cluster that keeps the history; empty for the job's own server."""
     machines_per_engine: int = 1
-    """Number of machines on which an engine runs."""
+    """Number of machines that an engine runs on."""
     group: str = ""
-    """Name by which the machines of an engine find each other."""
+    """Name that the machines of an engine find each other by."""
     log_directory: str = ""
     """Directory of log files of the coordinator and the relay, which are written in addition to standard error; empty
     for none."""
@@ -74,7 +74,7 @@ class JobSetup:
         return self.worker.partition("/")[0]
 
     def engine_name(self, name: str) -> str:
-        """Return the name by which the job knows an engine of this worker."""
+        """Return the job's name of an engine of this worker."""
         return f"{self.worker_name}/{name}" if self.worker_name else name
 
     @property
@@ -97,7 +97,7 @@ class JobSetup:
         return JobStore.connect(self.redis_url, self.keys)
 
     def group_store(self) -> EngineGroupStore:
-        """Return the store by which the machines of an engine find each other."""
+        """Return the store that lets the machines of an engine find each other."""
         return EngineGroupStore(connect(self.redis_url), self.keys, self.group)
 
     def history_store(self) -> HistoryStore:

@@ -63,6 +63,6 @@ class JobStore(StorePart):
         return run_id.decode()
 
     async def clock(self) -> float:
-        """Return the Unix time of the server, by which deadlines are counted."""
+        """Return the Unix time of the server. Deadlines are counted by this clock."""
         seconds, micros = await self._client.time()
         return float(seconds) + micros / 1e6

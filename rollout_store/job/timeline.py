@@ -18,7 +18,7 @@ from rollout_store.job.part import StorePart, as_text
 _ARRIVAL_FIELD = b"a"
 """Field of an entry with the id of the request's entry in the stream of requests."""
 _RANGES = 8
-"""Number of times by which a job may grow by the factor e before its oldest measurements are trimmed."""
+"""How often a job may grow by the factor e before its oldest measurements are trimmed."""
 
 
 class RolloutProgress(NamedTuple):
@@ -49,12 +49,12 @@ class TimelineStore(StorePart):
     # What has ended
 
     async def last_ended_id(self) -> str:
-        """Return the id of the last entry, from which :meth:`ended` continues."""
+        """Return the id of the last entry, for continuing :meth:`ended` after it."""
         entries: Any = await self._client.xrevrange(self._keys.timeline, count=1)
         return as_text(entries[0][0]) if entries else "0-0"
 
     async def ended(self, after: str = "0-0", count: int = ENTRIES_PER_PAGE) -> list[EndedEntry]:
-        """Return up to *count* rollouts that have ended, in order, from the entry after *after* on.
+        """Return up to *count* rollouts that have ended, in order, beginning behind the entry *after*.
 
         Raises:
             CodecError: if an entry cannot be decoded.
@@ -141,7 +141,7 @@ class TimelineStore(StorePart):
 
 
 def resolution(num_bytes: int) -> int:
-    """Return the resolution with which all measurements of a job stay within the limit of bytes.
+    """Return the resolution that keeps all measurements of a job within the limit of bytes.
 
     Two measurements should be apart by the age of the job divided by the resolution. With the shortest interval s, a
     job that has reached the age t has then made resolution · (1 + ln(t / (s · resolution))) measurements.

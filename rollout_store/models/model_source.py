@@ -23,7 +23,7 @@ _SHAPE_KEYS = (
     "tie_word_embeddings",
     "vocab_size",
 )
-"""Settings of ``config.json`` in which a checkpoint must agree with the model."""
+"""Settings of ``config.json`` that must be the same for a checkpoint and the model."""
 _OWN_MODELS = "das/"
 """Beginning of the names of models that are created on this machine, and which the hub does not have."""
 _HINT_FOR_OWN_MODELS = "; 'rollout tiny-model' writes the model of the examples"

@@ -21,7 +21,7 @@ _prctl = ctypes.CDLL(None).prctl
 def spawn_with_parent(
     command: Sequence[str | Path], *, end_signal: signal.Signals = signal.SIGTERM, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process to which Linux sends a signal when the calling thread ends, even if this process is killed.
+    """Start a process that gets a signal from Linux when the calling thread ends, even if this process is killed.
 
     Args:
         command: the program and its arguments.

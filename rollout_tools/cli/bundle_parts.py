@@ -57,10 +57,10 @@ from rollout_tools.report.recording import JobRecording, load_recording, save_re
 
 _Result = TypeVar("_Result")
 _MAX_REASON = 500
-"""Length to which the reasons of dead letters are cut."""
+"""Maximum length of a dead letter's reason; the rest is cut."""
 _MAX_LOG_LINES = 100_000
 _METRICS_URL = "http://127.0.0.1:8080/metrics"
-"""Where a head serves its metrics by default."""
+"""Default address of a head's metrics."""
 _METRICS_TIMEOUT_S = 3.0
 _INFO_SECTIONS = ("server", "clients", "memory", "persistence", "stats", "replication", "errorstats", "keyspace")
 _REDIS_SETTINGS = (

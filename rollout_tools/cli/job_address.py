@@ -60,7 +60,7 @@ def _describe(error: Exception) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which plain YAML silently keeps the last."""
+    """Rejects duplicate keys; plain YAML silently keeps the last of them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()

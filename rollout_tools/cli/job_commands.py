@@ -33,7 +33,7 @@ app = typer.Typer()
 console = Console()
 
 _CANCELLATION_TIMEOUT_S = 10.0
-"""Seconds for which ``rollout cancel`` waits until the job has done what it is told."""
+"""Seconds that ``rollout cancel`` waits until the job has done what it is told."""
 _PROCESS_COLORS = ("cyan", "green", "yellow", "blue", "magenta")
 
 
@@ -184,7 +184,7 @@ _POLL_INTERVAL_S = 0.1
 
 
 def open_requests(server: redis.Redis, keys: MessageKeys) -> dict[str, int]:
-    """Return the open requests of a job with their numbers of samples, in the order in which they were sent.
+    """Return the open requests of a job with their numbers of samples, in the order of their arrival.
 
     Raises:
         redis.RedisError: if Redis cannot be used.

@@ -227,7 +227,7 @@ def _predict(engine: str, progress: RolloutProgress, stats: LengthStats | None) 
 logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 30.0
-"""Seconds for which the last status is still shown after it has expired."""
+"""Seconds that the last status is still shown after it has expired."""
 
 
 class LiveJobReader:

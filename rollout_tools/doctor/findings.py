@@ -1,4 +1,4 @@
-"""What an examination finds, and how it writes amounts of memory."""
+"""Findings of an examination, and the text of amounts of memory."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def judge_gpus(facts: GpuFacts | None, *, wanted: int, tensor_parallel: int, tor
         facts: the GPUs; None if there is no driver.
         wanted: number of GPUs that the manifest asks for on one machine; 0 if there is no manifest.
         tensor_parallel: number of GPUs among which each layer is divided.
-        torch_cuda: CUDA version for which torch is built; None for a CPU build.
+        torch_cuda: CUDA version that torch is built for; None for a CPU build.
     """
     if facts is None or not facts.gpus:
         seen = "no NVIDIA driver" if facts is None else f"driver {facts.driver}, but no GPU"

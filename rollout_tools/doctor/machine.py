@@ -39,7 +39,7 @@ class MachineFacts:
 
     python: tuple[int, int, int]
     cores: int
-    """Number of cores on which this process may run."""
+    """Number of cores that this process may run on."""
     cpu_limit: float | None
     """Number of cores to whose time the control group is limited."""
     memory_available: int
@@ -270,7 +270,7 @@ def read_memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
 
 
 def _directories(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the group and its ancestors, each of which may have a limit."""
+    """Yield the directories of the group and its ancestors. Each of them may have a limit."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -309,7 +309,7 @@ class VllmFacts:
     """Version of vLLM for CPUs, whose distribution has a name of its own."""
     torch: str | None
     torch_cuda: str | None
-    """CUDA version for which torch is built; None for a CPU build."""
+    """CUDA version that torch is built for; None for a CPU build."""
     ray: str | None
     torch_extensions: Sequence[str]
     """Installed distributions, such as torchvision, that the CPU build of vLLM does not load with a CPU torch."""

@@ -48,7 +48,7 @@ class RedisFacts:
     function_ms: float | None = None
     """Duration of a call of a Lua function; None if it failed."""
     clock_difference_s: float | None = None
-    """Seconds by which the server's clock is ahead of this machine's; None if the user may not read it."""
+    """How many seconds the server's clock is ahead of this machine's; None if the user may not read it."""
     denied: Sequence[str] = ()
     """Commands that the user may not run, each with the server's reason."""
     certificate_expiry: datetime | None = None
@@ -229,7 +229,7 @@ def read_redis(url: str, *, keys: Sequence[str], may_be_cluster: bool) -> RedisF
 
     Args:
         url: URL of the server, of its Sentinels or of a cluster.
-        keys: keys that do not exist, for which the user's permissions are tried. Names that begin with them are used,
+        keys: keys that do not exist, for trying the user's permissions. Names that begin with them are used,
             too.
         may_be_cluster: whether a Redis Cluster is permitted, as it is for a history.
     """

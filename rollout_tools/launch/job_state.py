@@ -1,6 +1,6 @@
 """The state directory of a job that runs on one machine: its lock, the job's identity, and records for other commands.
 
-The records say with which manifest the job was started, and where its Redis is.
+The records contain the manifest of the job, and the address of its Redis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE_LOCK_TIMEOUT_S = 10.0
 _STATE_LOCK_POLL_INTERVAL_S = 0.1
 """Seconds between two attempts to take the lock."""
 RECORDING_FILE = "recording.json.gz"
-"""Name of the file in a state directory with the recording of its job, from which reports are made."""
+"""Name of the file in a state directory with the recording of its job, for making reports."""
 _MANIFEST_FILE = "manifest.json"
 REDIS_FILE = "redis-server.json"
 
@@ -107,7 +107,7 @@ def recorded_job(directory: Path) -> RecordedJob | None:
 
 
 class JobState:
-    """The identity of the job to which a state directory belongs, kept in a small file."""
+    """The identity of the job that a state directory belongs to, kept in a small file."""
 
     def __init__(self, path: Path, content: dict[str, Any], *, resumed: bool) -> None:
         self.resumed = resumed

@@ -64,7 +64,7 @@ _ENGINES_READY_POLL_INTERVAL_S = 0.2
 _REDIS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks whether Redis accepts writes."""
 _CLOSE_TIMEOUT_S = 10.0
-"""Seconds for which a run waits, after its dataset is finished, until its coordinator has closed the job."""
+"""Seconds that a run waits, after its dataset is finished, until its coordinator has closed the job."""
 _PROGRESS_INTERVAL_S = 30.0
 """Seconds between two lines about the progress of a job that serves trainers."""
 _SHARED_GPU_MEMORY_UTILIZATION = 0.45
@@ -78,13 +78,13 @@ class RunOptions:
     """Options that the user chooses in addition to the manifest."""
 
     state: Path
-    """Directory in which all jobs keep their state."""
+    """Directory for the state of all jobs."""
     redis_url: str | None
     """URL of the job's Redis; None to use the manifest's, or else an embedded server."""
     history_url: str
     """URL of the Redis that keeps the history; empty if it is the job's own server."""
     baselines: Sequence[EpochMode]
-    """Modes in which each epoch of a dataset is repeated for comparison."""
+    """Draft modes for repeating each epoch of a dataset, for comparison."""
     model_cache: Path | None = None
     """Directory of models; None for the default."""
 

@@ -1,4 +1,4 @@
-"""Where the time of each engine went, and what its governor decided over time: numbers and plots."""
+"""Numbers and plots of how each engine spent its time, and of its governor's decisions over time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rollout_tools.report.style import (
 _INTERRUPTION_S = 60.0
 """Shortest interruption, in seconds."""
 _INTERRUPTION_FACTOR = 5.0
-"""How many times as long as the distance of the measurements before an interruption is at least."""
+"""Minimum length of an interruption, relative to the distance of the measurements before it."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def engine_times(measurements: Sequence[Measurement], ended: Sequence[EndedRollo
 
 
 def interruptions(measurements: Sequence[Measurement]) -> list[tuple[float, float]]:
-    """Return the times without measurements, in which nothing coordinated the job.
+    """Return the times without measurements, when nothing coordinated the job.
 
     The distance of measurements grows slowly with the age of a job, so a much larger distance is an interruption.
     """
@@ -170,7 +170,7 @@ class EngineHistory(NamedTuple):
 
 
 _MAX_POINTS = 600
-"""Number of measurements of which the decisions are returned, so that plots of many engines stay small."""
+"""Number of measurements whose decisions are returned, so that plots of many engines stay small."""
 
 
 def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHistory]:
@@ -195,7 +195,7 @@ def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHis
 
 
 def disabled_spans(history: EngineHistory) -> list[tuple[float, float]]:
-    """Return the times in which drafting was disabled, each up to the first measurement in which it was not."""
+    """Return the times while drafting was disabled, each up to the first measurement with drafting."""
     spans: list[tuple[float, float]] = []
     begin: float | None = None
     for time, disabled in zip(history.times, history.disabled, strict=True):
@@ -210,7 +210,7 @@ def disabled_spans(history: EngineHistory) -> list[tuple[float, float]]:
 
 
 _MAX_LEGEND = 4
-"""Number of engines up to which plots of two lines per engine have a legend; of more, hovering shows the names."""
+"""Maximum number of engines in the legend of plots of two lines per engine; of more, hovering shows the names."""
 
 
 def time_by_engine(times: Mapping[str, EngineTime]) -> go.Figure:
@@ -249,7 +249,7 @@ def time_by_engine(times: Mapping[str, EngineTime]) -> go.Figure:
 
 
 def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.Figure:
-    """The share of the decoding time that drafting saved; times in which it was disabled are shaded."""
+    """The share of the decoding time that drafting saved; times without drafting are shaded."""
     scale, unit = time_unit(_duration(histories, start))
     traces = [
         line(

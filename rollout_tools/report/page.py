@@ -153,7 +153,7 @@ def _duration(seconds: float) -> str:
 _Item = TypeVar("_Item")
 
 _MAX_STEPS = 24
-"""Number of steps of which plots of single steps can be shown; of more steps, these are spread evenly."""
+"""Maximum number of plots of single steps; of more steps, these are spread evenly."""
 _MAX_ALL_BARS = 16_000
 """Number of rollouts in the Gantt charts of all steps together."""
 _MAX_PROBLEMS = 24

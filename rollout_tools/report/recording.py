@@ -57,7 +57,7 @@ class ViewedRollout:
     tokens: list[str]
     """Text of each of the first tokens; their ids if no tokenizer was at hand."""
     sources: list[int]
-    """Code of each of these tokens: which ones are accepted draft tokens, and of which source.
+    """Code of each of these tokens: whether it is an accepted draft token, and its source.
 
     See :mod:`rollout_api.protocol.draft_sources`. Empty if no draft was verified, or if it is unknown."""
 

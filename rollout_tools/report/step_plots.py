@@ -46,7 +46,7 @@ from rollout_tools.report.style import (
 MAX_BARS = 2000
 """Number of rollouts that are drawn of one step, so that the page stays fast."""
 _MAX_STALENESS = 4
-"""Staleness from which rollouts are counted together."""
+"""Rollouts of this staleness or more are counted together."""
 
 
 def makespans(comparisons: Sequence[Comparison], by_engine: Mapping[str, Slowdown], unit: str) -> go.Figure:

@@ -50,11 +50,11 @@ class Step:
     """A training step, or an epoch of a dataset source, in one draft mode."""
 
     number: int
-    """Step of the requests; the weight version with which the first rollout began if they have none."""
+    """Step of the requests; if they have none, the weight version that the first rollout began with."""
     purpose: str
     draft_mode: str
     scored: list[Scored]
-    """Its rollouts, in the order in which they ended."""
+    """Its rollouts, in the order of their ends."""
 
     @cached_property
     def start(self) -> float:
@@ -146,11 +146,11 @@ class Comparison:
 
     step: Step
     baselines: dict[str, Step]
-    """Draft mode → the step in which it was measured."""
+    """Draft mode → the step that measured it."""
 
 
 def steps_of(recording: JobRecording) -> list[Step]:
-    """Return all steps in the order in which they began."""
+    """Return all steps in the order of their beginnings."""
     first_version: dict[str, int] = {}
     for rollout in recording.ended:
         version = rollout.oldest_version
@@ -234,7 +234,7 @@ def thinned(counts: Sequence[RunningCount], most: int = 1500) -> list[RunningCou
 
 
 _MIN_TIMED_S = 1.0
-"""Seconds of decoding steps of which a slowdown is computed, because single steps differ much from the cost model."""
+"""Seconds of decoding steps for one slowdown, because single steps differ much from the cost model."""
 
 
 class TimedSteps(NamedTuple):
@@ -361,7 +361,7 @@ class StepRewards(NamedTuple):
     error: float
     """Standard error of the mean; 0 for a single reward."""
     equal_groups: float | None
-    """Share of the groups whose rewards are all equal, from which GRPO learns nothing; None without groups."""
+    """Share of the groups whose rewards are all equal (GRPO learns nothing from them); None without groups."""
 
 
 def rewards_of(step: Step) -> StepRewards | None:

@@ -121,7 +121,7 @@ def numbers_axis(title: str, numbers: Sequence[int]) -> dict[str, Any]:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the seconds of the unit, and its name, in which a time axis of *seconds* is labeled."""
+    """Return the seconds and the name of the unit for labeling a time axis of *seconds*."""
     if seconds < 600:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 4 * 3600 else (3600.0, "hours")

@@ -20,13 +20,13 @@ from rollout_tools.report.steps import (
 )
 
 _NOTABLE_SHARE = 0.05
-"""Share of the time or of the rollouts from which something is mentioned."""
+"""Minimum share of the time or of the rollouts for mentioning something."""
 _EQUAL = 0.01
 """Relative difference of makespans below which they are called the same."""
 _NOTABLE_CHANGE = 0.1
-"""Relative change of the accepted tokens per step from which it is mentioned."""
+"""Minimum relative change of the accepted tokens per step for mentioning it."""
 _LARGE_TAIL = 0.3
-"""Share of the makespan from which a tail is mentioned."""
+"""Minimum share of the makespan for mentioning a tail."""
 
 
 @dataclass(frozen=True)

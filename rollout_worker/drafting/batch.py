@@ -20,7 +20,7 @@ class Batch(_native.Batch):
 
     An engine keeps the tokens of its requests in arrays with one row for each *place* of its batch. The drafts are
     written to arrays of the same kind. Everything that is known before the tokens are sampled is passed to `plan`, so
-    that `step`, for which the engine waits, has little to do. A batch is used by one thread at a time.
+    that `step` has little to do, because the engine waits for it. A batch is used by one thread at a time.
 
     `step` is inherited from the native class, without a Python function around it, because the engine waits for it:
 
@@ -82,7 +82,7 @@ class Batch(_native.Batch):
                 equally valuable, and so do those that are worth more than a second. Nothing is removed if no draft
                 gains anything.
             time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
-                one. Requests for which nothing was prepared come first, for example new ones, then those with other
+                one. Requests without a prepared draft come first, for example new ones, then those with other
                 outcomes than expected, highest gains first. The others have no draft in this step.
 
         Raises:

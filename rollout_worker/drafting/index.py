@@ -1,4 +1,4 @@
-"""The suffix index: drafts for running rollouts, taken from texts in which the end of the rollout occurred before.
+"""The suffix index: drafts for running rollouts, taken from texts that contain the end of the rollout.
 
 The index holds, for each *problem*, the responses of earlier *rollouts*, each with the *generation* of the weights that
 sampled it. An open *request* is a response that is being generated; it is identified by a handle. After each
@@ -130,18 +130,18 @@ class Occurrence(NamedTuple):
     tokens: list[int]
     """The tokens that follow; fewer than requested at the end of a text."""
     reward: float | None = None
-    """Reward of the rollout; in the cross-problem pool, the one with which it was added."""
+    """Reward of the rollout; in the cross-problem pool, its reward when it was added."""
     anchored: bool = False
     """Whether the request has recently followed this rollout of the history."""
 
 
 class SourceCounts(NamedTuple):
-    """Numbers of draft tokens for which one source gave the most probability, since the index was created."""
+    """Numbers of draft tokens that got most of their probability from one source, since the index was created."""
 
     drafted: int
     """Tokens of all drafts; those of `Batch.step` count when the next tokens of the request are reported."""
     verified: int
-    """Tokens for which the model's token is known and all earlier tokens of the draft were accepted."""
+    """Tokens that the model has verified: all earlier tokens of the draft were accepted."""
     accepted: int
     """Verified tokens that the model sampled."""
 
@@ -185,7 +185,7 @@ class LookUps(NamedTuple):
     computed: int
     """Drafts that were computed during the call."""
     omitted: int
-    """Drafts for which there was no time."""
+    """Drafts that there was no time for."""
 
 
 class SuffixIndex:
@@ -349,7 +349,7 @@ class SuffixIndex:
             context_length: number of tokens at the end of the prompt that are the response's context. This is 0 for the
                 first turn of a trajectory, and the length of the text after the trajectory's prompt for later turns.
             stop_tokens: tokens after which nothing is sampled, so that a draft ends with them.
-            undrafted_tokens: number of the first response tokens for which nothing is drafted.
+            undrafted_tokens: number of the first response tokens that get no drafts.
             min_tokens: while the response is shorter than this, a draft and the token after it end before this length.
             max_tokens: maximum length of the response, which a draft and the token after it do not exceed; None: no
                 limit.

@@ -18,7 +18,7 @@ from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
 
 _MAX_DEFAULT_PLACES = 2048
-"""Places for drafts and the tokens after them, of all responses, up to which vLLM's own limit of a step is kept."""
+"""vLLM's own limit of a step is kept up to this many places for drafts and the tokens after them, of all responses."""
 _MIN_SCHEDULED_TOKENS = 8192
 """Tokens that a step schedules at least if there are more places. This is vLLM's own default on data center GPUs."""
 _PROMPT_TOKENS_BESIDE_PLACES = 4096
@@ -50,12 +50,12 @@ class EngineNode:
     address: str
     """Address of the machine of rank 0."""
     port: int
-    """Port on which this machine listens for the others."""
+    """Port of this machine for the others."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The configuration with which an engine is started."""
+    """The configuration of an engine when it starts."""
 
     model: Path
     """Directory of the model."""
@@ -66,13 +66,13 @@ class EngineConfig:
     weight_version: int = 0
     """Version of the weights in *model*."""
     cores: int = 1
-    """Number of CPU cores with which a CPU engine computes."""
+    """Number of CPU cores that a CPU engine computes with."""
     drafting: DraftingConfig | None = None
     """None for an engine without speculation."""
     node: EngineNode | None = None
     """None for an engine on one machine."""
     weight_transfer: str = ""
-    """The backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
+    """The backend of vLLM's weight transfer from a trainer's memory; '' if there is none."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
@@ -86,7 +86,7 @@ class EngineConfig:
 
     @property
     def returns_routed_experts(self) -> bool:
-        """Whether vLLM returns the experts to which each token was routed."""
+        """Whether vLLM returns the experts of each token."""
         return bool((self.spec.extra_args | self.overrides).get("enable_return_routed_experts"))
 
     @property
@@ -151,8 +151,8 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
     if config.cpu and config.ranks == 1:
-        # vLLM would run the model in a process of its own, which takes seconds to start and to which each step takes
-        # two messages. It does so in order to set OMP_NUM_THREADS, which engine_environment has set already.
+        # vLLM would run the model in a process of its own, which takes seconds to start, and each step would take
+        # two messages to it. vLLM does so in order to set OMP_NUM_THREADS, which engine_environment has set already.
         settings["distributed_executor_backend"] = _IN_CORE_PROCESS
     if config.node is not None:
         settings |= {
@@ -182,7 +182,7 @@ def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
 
 
 def _cuda_graph_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
-    """Return the numbers of tokens of a step for which vLLM captures CUDA graphs; empty for vLLM's own sizes."""
+    """Return the sizes of the CUDA graphs that vLLM captures, in tokens of a step; empty for vLLM's own sizes."""
     spec = config.spec
     compilation = spec.extra_args.get("compilation_config")
     chosen = spec.extra_args.keys() | (compilation.keys() if isinstance(compilation, dict) else set())

@@ -24,7 +24,7 @@ SOURCES: dict[DraftMode, tuple[str, ...]] = {
     # The drafter follows every rollout, because siblings draft from it. A budget of 0 prevents drafts.
     DraftMode.OFF: ("self",),
 }
-"""The index's sources from which a request may be drafted."""
+"""The index's sources that a request's drafts may come from."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DraftSettings:
     """The drafting settings of one response, passed to the worker processes in vLLM's ``extra_args``."""
 
     key: str
-    """Id of the response, by which its counts are read afterwards."""
+    """Id of the response, for reading its counts afterwards."""
     problem: str
     max_tokens: int
     """Maximum number of response tokens, beyond which nothing is drafted."""
@@ -78,7 +78,7 @@ class DraftSettings:
     later_turn: bool = False
     """Whether the response continues a trajectory, so that the end of its prompt is its context."""
     undrafted_tokens: int = 0
-    """Number of the first response tokens for which nothing is drafted."""
+    """Number of the first response tokens that get no drafts."""
     prefix_tokens: int = 0
     """Number of tokens at the end of vLLM's prompt that belong to the response and were sampled earlier."""
 
@@ -100,7 +100,7 @@ class DraftSettings:
 
     @classmethod
     def from_extra_args(cls, extra_args: dict[str, Any] | None) -> DraftSettings | None:
-        """Return the settings in a request's ``extra_args``; None for a request that is not drafted for."""
+        """Return the settings in a request's ``extra_args``; None for a request that gets no drafts."""
         if not extra_args or EXTRA_ARGS_KEY not in extra_args:
             return None
         return cls(**extra_args[EXTRA_ARGS_KEY])

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _NEVER = -1
 _MAX_CONSECUTIVE_FAILURES = 3
-"""How often drafting may fail without a success in between before it is paused."""
+"""Number of failures without a success in between after which drafting is paused."""
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
 _MAX_DRAFTING_SHARE = 0.0125
@@ -193,7 +193,7 @@ class DraftingLoop:
             self._earlier[request.settings.key] = earlier._replace(token_sources=kept)
 
     def count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
-        """Count the draft tokens of steps that are not drafted for, because the engine preempts the request.
+        """Count the draft tokens of a request's last steps before a preemption, because no drafting follows them.
 
         Args:
             request_id: the engine's id of the request.

@@ -51,7 +51,7 @@ class Engine:
     async def start(cls, config: EngineConfig) -> Engine:
         """Start vLLM's processes and load the model.
 
-        The environment variables of :func:`engine_environment` are added to those of this process, from which vLLM's
+        The environment variables of :func:`engine_environment` are added to those of this process, so that vLLM's
         processes inherit them. Engines of one process start one after another.
 
         Raises:
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def weight_version(self) -> int:
-        """The version with which new responses are sampled."""
+        """The version that samples new responses."""
         return self._loader.weight_version
 
     @property
@@ -129,7 +129,7 @@ class Engine:
         Args:
             request: the request.
             sample: index of the response, less than ``sampling.n``.
-            prefix: tokens of the model from which to continue, instead of the request's own prefix; see
+            prefix: tokens of the model to continue from, instead of the request's own prefix; see
                 :func:`rollout_store.job.admission_rules.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
                 engine is killed, no more than these tokens and those of one verification step are lost.
@@ -191,7 +191,7 @@ class Engine:
 
         Raises:
             EngineError: if these are not weights of this model, or vLLM fails to load them. The message names the
-                version with which the engine continues.
+                version that the engine continues with.
         """
         return await self._loader.load_checkpoint(directory, weight_version, mode)
 
@@ -233,10 +233,10 @@ class Engine:
             weight_version: version of the current full weights together with the adapter.
 
         Returns:
-            Seconds in which the adapter was loaded and nothing was decoded.
+            Seconds that it took to load the adapter, while nothing was decoded.
 
         Raises:
-            EngineError: if vLLM cannot load it. The message names the version with which the engine continues.
+            EngineError: if vLLM cannot load it. The message names the version that the engine continues with.
         """
         return await self._loader.load_adapter(directory, weight_version)
 

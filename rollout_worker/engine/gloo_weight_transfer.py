@@ -51,7 +51,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         start = total = 0
         for number, size in enumerate(sizes):
             total += size
-            # In vLLM's packed format, a block ends with the tensor with which it exceeds the limit.
+            # In vLLM's packed format, a block ends with the tensor that makes it exceed the limit.
             if self.packed and total <= self.packed_buffer_size_bytes and number + 1 < len(sizes):
                 continue
             block = torch.empty(total, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from rollout_worker.engine.sampling_params import StopStrings
 from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
 
 _MIN_LOGPROB = -9999.0
-"""What stands for the log-probability −∞ of a prompt token, as in vLLM's servers."""
+"""The value for the log-probability −∞ of a prompt token, as in vLLM's servers."""
 _SOURCE_CODES = range(SAMPLED + 1, SAMPLED + 1 + len(DRAFT_SOURCES))
 
 
@@ -125,7 +125,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One response of an engine, including the prefix from which it was continued."""
+    """One response of an engine, including the prefix that it was continued from."""
 
     token_ids: list[int]
     logprobs: list[float] | None
@@ -147,7 +147,7 @@ class GenerationResult:
     accepted_tokens_by_source: dict[str, int]
     """The same of accepted draft tokens up to the end of the response."""
     draft_sources: bytes | None
-    """Which tokens are accepted draft tokens of which source, as in a rollout; None if no draft was verified."""
+    """The sources of accepted draft tokens, as in a rollout; None if no draft was verified."""
     num_cached_tokens: int
     """Number of tokens of prompt and prefix whose keys and values were cached."""
     started: float

@@ -1,6 +1,6 @@
 """Translates a request's sampling settings into vLLM's, and implements what vLLM lacks: kept tokens and stop strings.
 
-**Kept tokens** are those from which a token was sampled. vLLM sets the logits of all tokens that ``top_k``, ``top_p``
+**Kept tokens** are those that a token was sampled from. vLLM sets the logits of all tokens that ``top_k``, ``top_p``
 or another setting removes to minus infinity, and returns log-probabilities of the resulting distribution. The kept
 tokens are found among the most likely ones that it returns. vLLM's own option for this, ``return_sampling_mask``, needs
 the V2 model runner, and a ``top_k`` and a temperature in every request of the engine.

@@ -76,7 +76,7 @@ class HistorySpeculator(BaseSpeculator):
         self.verified = np.zeros(rows, np.int64)
         """Number of draft tokens that the running step verifies, by row of the runner's state."""
         self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
-        """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
+        """The steps without drafts so far, oldest first. The pipeline holds one for each of its stages."""
         self.on_launched: Callable[[list[str]], None] | None = None
         """Called with the requests of a step when everything that it runs on the device was launched."""
         # vLLM runs steps with these drafts to warm up, so that they must be in the vocabulary.
@@ -248,7 +248,7 @@ class DraftScheduling:
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.
 
-        The steps in which they were sampled are waited for; later ones, which the pipeline still runs, are not.
+        It waits for the steps that sampled them, and not for later ones, which the pipeline still runs.
         """
         sampled, wanted = self._runner.speculator.sampled, planned.keys()
         due = [number for number, step in enumerate(sampled, 1) if not wanted.isdisjoint(step.request_ids)]
@@ -267,7 +267,7 @@ def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:
-    """Return a copy of a planned step in which the requests have fewer places for drafts.
+    """Return a copy of a planned step with fewer places for drafts.
 
     The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed
     counts as rejected.

@@ -116,7 +116,7 @@ def ignore_failure(future: asyncio.Future[Any]) -> None:
 
 
 def model_end_tokens(llm: Any) -> frozenset[int]:
-    """Return the tokens with which the model of an ``AsyncLLM`` ends its responses."""
+    """Return the tokens that end responses of an ``AsyncLLM``'s model."""
     from vllm import SamplingParams
 
     params = SamplingParams()
@@ -137,7 +137,7 @@ def num_output_tokens(llm: Any, request_id: str) -> int:
 
 
 def own_address() -> str:
-    """Return the address by which other machines reach this one."""
+    """Return the address that other machines reach this one at."""
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())

@@ -98,7 +98,7 @@ def patch_draft_sampling(device_type: str) -> bool:
 
 
 def _expands_correctly(function: Any, torch: Any) -> bool:
-    """Return whether *function* does what its docstring says, with both data types with which it is called."""
+    """Return whether *function* does what its docstring says, with both data types of its calls."""
     ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     for values, dtype in (([0.5, 0.25, 0.0, 2.0], torch.float32), ([7, 3, 0, 9], torch.int32)):
         batch = torch.tensor(values, dtype=dtype)

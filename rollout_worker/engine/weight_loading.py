@@ -21,7 +21,7 @@ from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S, TRANSFER_RE
 from rollout_worker.engine.vllm_client import VllmClient, WeightVersionTracker
 
 Updates = AsyncIterator[dict[str, Any]]
-"""What vLLM's ``update_weights`` is called with, until the trainer has sent all weights. Raises EngineError if the
+"""The arguments for vLLM's ``update_weights``, until the trainer has sent all weights. Raises EngineError if the
 trainer ends before. Asking for the next element means that the previous one was received."""
 
 
@@ -45,7 +45,7 @@ class WeightLoader:
 
     @property
     def weight_version(self) -> int:
-        """The version with which new responses are sampled."""
+        """The version that samples new responses."""
         adapter = self._adapters.current
         return self._weight_versions.version if adapter is None else adapter.version
 

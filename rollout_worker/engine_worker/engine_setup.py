@@ -1,4 +1,4 @@
-"""How the engines of a machine are configured for a job."""
+"""The configuration of a machine's engines for a job."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weight_directories(setup: JobSetup, model: Path, job_store: JobStore) -> Wei
 
 
 def transfer_backend(job: RolloutJob) -> str:
-    """Return the backend with which vLLM receives weights from a trainer's memory; '' if it receives none."""
+    """Return the backend of vLLM's weight transfer from a trainer's memory; '' if there is none."""
     choice = job.spec.weights.transfer
     if choice == "none":
         return ""
@@ -70,7 +70,7 @@ def transfer_backend(job: RolloutJob) -> str:
 
 
 def cores_per_engine(job: RolloutJob, *, engines_per_machine: int) -> int:
-    """Return the number of CPU cores with which a CPU engine computes.
+    """Return the number of CPU cores that a CPU engine computes with.
 
     By default one core is left for everything else, and the engines of a machine share the rest.
     """

@@ -34,7 +34,7 @@ _RAY_START_ATTEMPTS = 5
 _RAY_RETRY_DELAY_S = 2.0
 """Seconds after which Ray is started again."""
 _FLEET_FAILURE_TIMEOUT_S = 60.0
-"""Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
+"""Seconds that Ray may fail to answer before the worker ends, to be replaced."""
 _FLEET_STOP_TIMEOUT_S = 5.0
 """Seconds to wait for the fleet's call of Ray at the end."""
 
@@ -43,7 +43,7 @@ class EngineWatcher:
     """A thread that ends the lease of an engine as soon as the engine's process has ended.
 
     Its rollouts then continue on other engines within a fraction of a second. Without the watcher, they would continue
-    when the lease expires. A process is watched before its engine registers, so that no time is left in which its death
+    when the lease expires. A process is watched before its engine registers, so that there is no moment when its death
     would not be noticed; the ids of the engine are looked up once it has died.
     """
 

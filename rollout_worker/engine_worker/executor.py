@@ -50,7 +50,7 @@ class RolloutExecutor:
         self._clock_offset = 0.0
 
     async def synchronize_clock(self) -> None:
-        """Measure how far Redis' clock, by which deadlines are counted, is ahead of this machine's."""
+        """Measure how far Redis' clock is ahead of this machine's. Deadlines are counted by Redis' clock."""
         self._clock_offset = await self._job_store.clock() - time.time()
 
     async def run(self) -> None:

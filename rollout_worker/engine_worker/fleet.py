@@ -26,7 +26,7 @@ from rollout_store.job.setup import JobSetup
 logger = logging.getLogger(__name__)
 
 ENGINE_RESOURCE = "rollout_engine"
-"""Ray resource of which a worker has one unit for each of its engines."""
+"""Ray resource. A worker has one unit of it for each of its engines."""
 
 
 class EngineState(NamedTuple):
@@ -39,7 +39,7 @@ class EngineState(NamedTuple):
     started: bool
     """Whether the engine has served, or is known not to be able to start."""
     engine: str
-    """Id with which the engine is registered; empty if it does not serve."""
+    """Id of the engine's registration; empty if it does not serve."""
     error: str
     """Why it cannot start; empty if it can."""
 

@@ -32,7 +32,7 @@ class EngineWorker:
     """Connects one engine to a job.
 
     The worker renews its own lease, checkpoints its rollouts, answers clients and loads new weights by itself; only
-    new work needs the coordinator. This class starts and stops the parts that do so, each of which owns its state:
+    new work needs the coordinator. This class starts and stops the parts that do so. Each owns its state:
 
     - :class:`InboxReader` reads the coordinator's orders,
     - :class:`RolloutExecutor` produces the assigned rollouts,

@@ -16,7 +16,7 @@ from rollout_worker.policy.step_cost import StepCost
 _STEPS_UNTIL_SKIPPING = 4
 """Number of consecutive steps without drafts after which steps are skipped."""
 _STEPS_BETWEEN_SKIPS = 2
-"""Number of steps in which drafts are looked for between two series of skipped steps. It takes two to time a step."""
+"""Number of steps that look for drafts between two series of skipped steps. It takes two to time a step."""
 _MAX_SKIPPED_STEPS = 16
 """Maximum number of consecutive steps that are skipped."""
 _FIRST_STEPS_WITH_DRAFTS = 8
@@ -88,7 +88,7 @@ class DraftController:
         Args:
             policy: chooses the budgets.
             prior: cost model until steps were measured.
-            graph_tokens: number of tokens of the largest step for which there is a CUDA graph; 0 if there are none.
+            graph_tokens: number of tokens of the largest CUDA graph; 0 if there are none.
                 Drafts are shortened so that steps are not larger, because the host may take longer than the GPU then.
             exploration: share of all tokens that may be drafted where drafting does not pay.
             governed: whether drafting is disabled where it does not pay.
@@ -98,7 +98,7 @@ class DraftController:
         self.timed_s = 0.0
         """Seconds of all measured steps."""
         self.without_drafts_s = 0.0
-        """Predicted seconds in which the same tokens would have been generated without drafts."""
+        """Predicted seconds to generate the same tokens without drafts."""
         self.min_gain_s = -math.inf
         """Seconds that the next drafts must gain together to be verified; otherwise :meth:`select_trial` decides.
 
@@ -110,7 +110,7 @@ class DraftController:
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
         self.draft_costs_s = np.zeros(1)
-        """Seconds by which the next step takes longer with 0, 1, 2, … draft tokens, shape (tokens,)."""
+        """Additional seconds of the next step with 0, 1, 2, … draft tokens, shape (tokens,)."""
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """Start to follow a rollout and return its row; see :meth:`DraftPolicy.open`."""

@@ -16,7 +16,7 @@ from rollout_worker.policy.step_cost import StepCost
 _RATE_WINDOW_STEPS = 32
 """Number of steps over which a rollout's tokens and draft tokens per step are averaged."""
 PolicyName = Literal["marginal", "fixed", "unlimited"]
-"""Values of ``spec.speculation.policy`` with which anything is drafted."""
+"""Values of ``spec.speculation.policy`` that draft anything."""
 UNLIMITED_DRAFT_TOKENS = 64
 """Maximum draft length under ``unlimited``: no draft of an index is longer."""
 

@@ -19,7 +19,7 @@ EXPLORATION_SHARE = 0.005
 _TRIAL_TOKENS = 4
 """Maximum number of tokens of a trial: a draft that is made only to explore."""
 _MAX_SAVED_TRIALS = 4.0
-"""Number of trials for which the exploration allowance is saved at most, so that no burst follows a long pause."""
+"""Maximum number of trials in the saved exploration allowance, so that no burst follows a long pause."""
 _PRIOR_TOKENS = 4.0
 """Weight of the engine's acceptance ratio in that of one rollout, in expected tokens."""
 _HALVE_ROLLOUT_AT_TOKENS, _HALVE_ENGINE_AT_TOKENS = 64.0, 4096.0
@@ -29,7 +29,7 @@ _DEFAULT_MIN_SURVIVAL = 0.01
 _MIN_ACCEPTANCE_RATIO = 0.8
 """Ratio of accepted to expected tokens below which thresholds are raised; smaller deviations are chance."""
 _STOP_LOSS, _RESUME_GAIN = 0.005, 0.01
-"""Loss beyond which drafting is disabled, and gain from which on it is enabled, as shares of a step without drafts."""
+"""Limits of the loss that disables drafting and of the gain that enables it, as shares of a step without drafts."""
 _MAX_TRIAL_GAIN = 0.5
 """Limit of the gain or loss of one trial, as the same share."""
 _SAVING_WINDOW_STEPS = 64
@@ -37,9 +37,9 @@ _SAVING_WINDOW_STEPS = 64
 _MAX_COMPARISONS = 256
 """Number of comparisons that are kept, the newest ones."""
 _MIN_COMPARISONS, _MIN_COMPARISONS_TO_STOP = 4, 12
-"""Numbers of comparisons from which on a gain is known at all, and from which on a loss disables drafting."""
+"""Numbers of comparisons that are needed to know a gain at all, and for a loss to disable drafting."""
 _STANDARD_ERRORS = 2.5
-"""Number of standard errors by which a gain or loss must differ from 0, because steps vary more than drafts gain."""
+"""A gain or loss must differ from 0 by this many standard errors, because steps vary more than drafts gain."""
 _MIN_DEVIATION = 0.1
 """Lower limit of the deviation of a comparison, because a few may agree by chance."""
 _FIRST_REFERENCE_INTERVAL, _UNCERTAIN_REFERENCE_INTERVAL, _REFERENCE_INTERVAL = 2, 16, 256
@@ -57,7 +57,7 @@ Drafting may begin to pay with new weights, under which rollouts may resemble ea
 _MIN_VERSION_S = 60.0
 """Seconds of decoding below which a weight version is not taken into account."""
 _MIN_DISABLED_SHARE = 0.95
-"""Share of the decoding time in which the governor must have disabled drafting."""
+"""Share of the decoding time that drafting must have been disabled for by the governor."""
 _MAX_VERSIONS = 4
 """Number of weight versions that are taken into account, the newest ones."""
 
@@ -68,23 +68,23 @@ class Trial(NamedTuple):
     row: int
     """Row of its rollout."""
     candidates: int
-    """Number of rollouts from which that one was chosen."""
+    """Number of rollouts that this one was chosen from."""
 
 
 class Governor:
     """Limits a policy's budgets by what drafting has achieved.
 
     - *Per rollout*: if fewer draft tokens are accepted than their probabilities predict, the rollout's survival
-      threshold is raised in proportion. A rollout of which nothing is accepted soon gets no more drafts.
+      threshold is raised in proportion. A rollout whose drafts are always rejected soon gets none.
     - *Per step*: drafts that are together not worth the cost of verifying any draft are not verified.
-    - *Per engine*: the value of the accepted tokens is compared with the time by which steps are longer than without
-      drafts. If this is a loss, all drafting is disabled. The gain from which on it is enabled again is greater, so
+    - *Per engine*: the value of the accepted tokens is compared with how much longer steps are than without
+      drafts. If this is a loss, all drafting is disabled. Enabling it again takes a greater gain, so
       that the state does not oscillate.
 
     A machine that also does something else is slow for seconds, and then all steps are. Only steps that follow each
     other are therefore compared, one with drafts and one without. If every step has drafts, some are decoded without
     them for reference (:meth:`is_reference_step`). The median of the comparisons counts, because some fall on the
-    moment in which the machine becomes slow.
+    moment when the machine becomes slow.
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
     would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
@@ -143,7 +143,7 @@ class Governor:
         return self._steps_to_reference <= 1
 
     def count_step_with_drafts(self) -> None:
-        """Count a step for which drafts were made that pay, or one for reference."""
+        """Count a step that had drafts that pay, or one for reference."""
         if self.drafting_disabled:
             return
         self._steps_to_reference -= 1
@@ -321,7 +321,7 @@ class SpeculationCutoff:
         """
         self._min_decoding_s, self._min_disabled_share = min_decoding_s, min_disabled_share
         self._versions: OrderedDict[int, tuple[float, float]] = OrderedDict()
-        """Weight version → seconds of decoding, and the part of them in which drafting was disabled."""
+        """Weight version → seconds of decoding, and seconds of them while drafting was disabled."""
         self._total_s = 0.0
 
     def observe(self, *, weight_version: int, decoding_s: float, drafting_disabled: bool) -> None:

@@ -13,7 +13,7 @@ class StepCost(NamedTuple):
     """Coefficients of the duration of one verification step.
 
     ``t = c_base + c_tok · tokens + c_kv · context (+ c_draft if there are drafts) + c_experts · used``. The first two
-    terms are those of DAS (arXiv 2511.13841). The third is the time in which attention reads keys and values; with many
+    terms are those of DAS (arXiv 2511.13841). The third is the time for reading keys and values in attention; with many
     long rollouts it exceeds the first. The last one is that of a mixture of experts, whose weights are read only if a
     token uses them. If each token uses the share e of the experts, independently of the others, then *tokens* tokens
     use the share ``used = 1 - (1 - e) ** tokens`` together.
@@ -26,7 +26,7 @@ class StepCost(NamedTuple):
     per_context_token_s: float = 0.0
     """c_kv: seconds for each token of context that attention reads: each rollout's prompt and response so far."""
     drafting_s: float = 0.0
-    """c_draft: seconds by which a step with any drafts is longer, for rejection sampling and uncaptured CUDA graphs."""
+    """c_draft: additional seconds of a step with any drafts, for rejection sampling and uncaptured CUDA graphs."""
     experts_s: float = 0.0
     """c_experts: seconds to read the weights of all experts."""
     expert_share: float = 0.0

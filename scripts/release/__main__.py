@@ -34,7 +34,7 @@ from scripts.repository import ROOT, tracked_files
 
 DIST = ROOT / "dist"
 TESTED = ROOT / "requirements" / "cpu.txt"
-"""The versions of other distributions with which the tests run."""
+"""The versions of other distributions that the tests run with."""
 
 
 class ReleaseCheck:

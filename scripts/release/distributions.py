@@ -57,7 +57,7 @@ def build_wheel(python: str, source: Path, directory: Path) -> Path:
     Args:
         python: path of this version of Python.
         source: the source distribution.
-        directory: a new directory, in which the wheel is built.
+        directory: a new directory for building the wheel.
     """
     directory.mkdir()
     interpreter = create_environment(python, directory / "environment")

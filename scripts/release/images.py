@@ -18,7 +18,7 @@ from scripts.repository import ROOT
 
 _BUILD_IMAGES = ROOT / "tests" / "support" / "cluster" / "build-images"
 _STORE = Path.home() / ".cache" / "das-rollout" / "images"
-"""Where ``make images`` keeps its images, too."""
+"""Directory of the images; ``make images`` uses it, too."""
 _USER = "1000"
 _RESTRICTIONS = (
     *("--network", "none", "--read-only", "--tmpfs", "/tmp", "--env", "HOME=/tmp", "--user", _USER),  # noqa: S108

@@ -14,7 +14,7 @@ from scripts.release.steps import CheckError
 from scripts.repository import ROOT, tracked_files
 
 VERSION = re.compile(r"\d+\.\d+\.\d+")
-"""What a version looks like. Pre-releases have none that is valid for both Python and Helm."""
+"""Pattern of a version. Pre-releases have none that is valid for both Python and Helm."""
 CHART = "charts/das-rollout/Chart.yaml"
 PLACES = (
     ("pyproject.toml", re.compile(r'^version = "(.*)"$', re.MULTILINE)),
@@ -35,7 +35,7 @@ def image_files() -> list[str]:
 
 
 def current_version(root: Path = ROOT) -> str:
-    """Return the version of the package, with which all other places must agree."""
+    """Return the version of the package; all other places must agree with it."""
     version: str = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     return version
 

@@ -1,1 +1,1 @@
-"""How the tiny policy of rollout_tools.tiny_model was trained."""
+"""The training of the tiny policy of rollout_tools.tiny_model."""

@@ -33,7 +33,7 @@ def pack(checkpoints: Sequence[Path], data: Path) -> None:
     for name in COMMON_FILES:
         shutil.copyfile(checkpoints[0] / name, data / name)
     last = load_file(checkpoints[-1] / "model.safetensors")
-    # Vectors are gains, of which there are few, so that they may be exact.
+    # Vectors are gains. There are few of them, so they may be exact.
     steps = {name: each.std() / RESOLUTION if each.ndim > 1 else abs(each).max() / 2000 for name, each in last.items()}
     before = {name: np.zeros(each.shape, np.int16) for name, each in last.items()}
     for checkpoint in checkpoints:

@@ -22,7 +22,7 @@ _TERM = re.compile(r"([+-])\s*(\d+)")
 
 
 class UnsupportedProblemError(ValueError):
-    """A problem for which no solution can be written. The message states the reason."""
+    """A problem without a solution that can be written. The message states the reason."""
 
 
 def solve(entry: Entry, rng: Random) -> str:

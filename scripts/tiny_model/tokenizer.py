@@ -1,4 +1,4 @@
-"""The tiny policy's tokenizer: byte-level BPE in which every digit is a separate token."""
+"""The tiny policy's tokenizer: byte-level BPE with every digit as a separate token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedToken
     """Learn a byte-level BPE vocabulary.
 
     Args:
-        texts: texts from which the merges are learned. The result depends on nothing else.
+        texts: texts that the merges are learned from. The result depends on nothing else.
         vocabulary: maximum number of tokens, including special tokens and the 256 bytes.
 
     Returns:

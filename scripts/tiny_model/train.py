@@ -109,7 +109,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Example:
-    """A training sequence: token ids, of which the first ``prompt`` do not contribute to the loss."""
+    """A training sequence: token ids. The first ``prompt`` of them do not contribute to the loss."""
 
     ids: list[int]
     prompt: int

@@ -1,4 +1,4 @@
-"""How long a reader waits between two reads of a stream."""
+"""Readers wait between two reads of a stream."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+import redis
 
 from rollout_api import (
     InvalidRequestError,
@@ -19,6 +21,7 @@ from rollout_api import (
     encode,
 )
 from rollout_api.client import result_reader
+from rollout_api.redis_client.pipelined import PipelinedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for_async
@@ -151,6 +154,33 @@ def test_updates_that_were_trimmed_are_found_by_the_check(
 
     with job.serving(answer_silently):
         assert 2 == len(run(sample()))
+
+
+def test_requests_that_redis_lost_while_results_were_read_are_sent_again(
+    redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = PipelinedRedis.execute_all
+    broken: list[int] = []
+
+    async def break_once(self: PipelinedRedis, commands: Sequence[tuple[Any, Any]]) -> list[Any]:
+        if any(args[0] == "HMGET" and args[1].startswith(job.keys.results("")) for args, _ in commands) and not broken:
+            broken.append(1)
+            job.redis.delete(job.keys.requests)
+            raise redis.ConnectionError("the server was restarted")
+        return await execute(self, commands)
+
+    async def sample() -> list[Rollout]:
+        async with connected(redis_url, job) as client:
+            tasks = asyncio.gather(client.rollouts(PROMPT), client.rollouts(PROMPT))
+            await wait_for_async(lambda: len(job.requests()) == 2)
+            first, second = job.requests()
+            job.answer(first)
+            await wait_for_async(lambda: broken and second.request_id in [each.request_id for each in job.requests()])
+            job.answer(second)
+            return [rollout for rollouts in await tasks for rollout in rollouts]
+
+    monkeypatch.setattr(PipelinedRedis, "execute_all", break_once)
+    assert 4 == len(run(sample()))
 
 
 def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the batch of recorded rollouts in which the time on the critical path is measured."""
+"""Tests of the batch of recorded rollouts that the time on the critical path is measured with."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``rollout doctor`` finds."""
+"""Tests of ``rollout doctor``."""

@@ -51,7 +51,7 @@ int nvmlDeviceGetRemappedRows(void *gpu, unsigned *corrected, unsigned *not, uns
 int nvmlDeviceGetP2PStatus(void *first, void *second, int index, int *status) {
   *status = !(index == 2 && first == (void *)1 && second == (void *)2); return 0; }
 """
-"""A library with the driver's interface, for a process of its own: three GPUs, of which two are linked."""
+"""A library with the driver's interface, for a process of its own: three GPUs, two of them linked."""
 
 
 def read_from(directory: Path, failure: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What is found out about a manifest and its model."""
+"""The doctor examines a manifest and its model."""
 
 from __future__ import annotations
 

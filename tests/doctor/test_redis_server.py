@@ -1,4 +1,4 @@
-"""What is found out about real Redis servers."""
+"""The doctor examines real Redis servers."""
 
 from __future__ import annotations
 

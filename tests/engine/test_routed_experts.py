@@ -1,4 +1,4 @@
-"""The experts to which an engine with a mixture of experts routes tokens, compared with those of the model."""
+"""The routed experts of an engine with a mixture of experts, compared with those of the model."""
 
 from __future__ import annotations
 

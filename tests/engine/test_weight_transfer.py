@@ -97,7 +97,7 @@ def _await_listener(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def check(engine: EngineHarness, directory: Path, version: int) -> None:
-    """Check the distribution from which the engine samples."""
+    """Check the distribution that the engine samples from."""
     reference = ReferenceDistribution(directory)
     for response in engine.sample([PROMPT], SAMPLING):
         assert [version] == [span.weight_version for span in response.weight_spans]

@@ -49,7 +49,7 @@ def record(rollout_id: str, tokens: int, generation: int = 2, finish_reason: str
 
 @pytest.fixture
 def store(client: Any) -> HistoryStore:
-    """Two histories. In the first, one problem has ten rollouts, of which two were cut off."""
+    """Two histories. In the first, one problem has ten rollouts; two of them were cut off."""
     other = HistoryStore(client, OTHER, window=8)
     other.metadata.open("0123456789abcdef", "code-model")
     store = HistoryStore(client, KEYS, window=16)

@@ -36,7 +36,7 @@ TEXTS = ["the answer is 12 ✓", "the answer is 13, because…", "no 東京"]
 
 @pytest.fixture(scope="module")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer, with which several tokens may be one character."""
+    """A byte-level tokenizer: several tokens may be one character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def tokens(tokenizer_directory: Path) -> list[list[int]]:
 
 @pytest.fixture
 def store(redis_url: str, tokens: list[list[int]]) -> HistoryStore:
-    """A history with three rollouts of one problem, of which the first begins with three drafted tokens."""
+    """A history with three rollouts of one problem. The first begins with three drafted tokens."""
     store = HistoryStore(connect_history(redis_url), KEYS, window=16)
     store.metadata.open("fedcba", "math-model")
     store.metadata.publish("run", 0)

@@ -1,4 +1,4 @@
-"""The ``rollout`` command: which errors it reports, with which exit codes, before anything is started."""
+"""The ``rollout`` command reports errors, with their exit codes, before anything is started."""
 
 from __future__ import annotations
 

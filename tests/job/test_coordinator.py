@@ -39,14 +39,14 @@ from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.connection import connect
 from rollout_head.coordinator import Coordinator
 from rollout_head.coordinator.canaries import CanaryTest
-from rollout_head.coordinator.status import StatusBoard
+from rollout_head.coordinator.state import CoordinatorLimits, CoordinatorState
+from rollout_head.coordinator.status import StatusBuilder
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
 from rollout_store.job.assignments import Assignment
 from rollout_store.job.canary import canary_sample
 from rollout_store.job.ledger import LedgerEntry
-from rollout_store.job.limits import CoordinatorLimits
 from tests.support.in_process_job import manifest
 from tests.support.results_in_redis import kept_rollouts, num_kept, refusals
 from tests.support.waiting import wait_for_async
@@ -561,7 +561,7 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
         limits = replace(FAST, reconcile_interval_s=3600.0)
         async with job.engine("a", max_running=1000) as engine:
 
-            async def answer(some: list[str], board: StatusBoard, canaries: int) -> CoordinatorStatus:
+            async def answer(some: list[str], builder: StatusBuilder, canaries: int) -> CoordinatorStatus:
                 """Complete some requests, and return the first status that has counted this many canaries in total."""
                 asked = {name: request(name, n=4) for name in some}
                 job.send(JOB.requests, *asked.values())
@@ -572,16 +572,16 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
                     length, logprob = (9, -2.0) if canary else (5, -1.0)
                     await job.finish(asked[order.request_id], order, length, engine=engine, logprob=logprob)
                 status: CoordinatorStatus = await wait_for_async(
-                    lambda: board.last if board.last and board.last["canaries"] >= canaries else None
+                    lambda: builder.last if builder.last and builder.last["canaries"] >= canaries else None
                 )
                 return status
 
             async with job.coordinator(limits=limits) as coordinator:
-                early = await answer(names[:4], coordinator.board, canaries=4)
+                early = await answer(names[:4], coordinator.status, canaries=4)
                 assert not early["distribution_drift"]
                 await wait_for_async(lambda: b'"canaries": 4' in (job.redis.get(JOB.canaries) or b""))
             async with job.coordinator(limits=limits) as coordinator:
-                late = await answer(names[4:], coordinator.board, canaries=60)
+                late = await answer(names[4:], coordinator.status, canaries=60)
         assert (60, True) == (late["canaries"], late["distribution_drift"])
         assert late["drift_e_value"] > 1000 > early["drift_e_value"] > 1
 
@@ -615,7 +615,7 @@ def test_an_unreadable_state_of_the_canary_test_starts_a_new_test(
     async def scenario(job: CoordinatorHarness) -> None:
         job.redis.set(JOB.canaries, state)
         async with job.coordinator() as coordinator:
-            status = await wait_for_async(lambda: coordinator.board.last)
+            status = await wait_for_async(lambda: coordinator.status.last)
         assert (0, 1.0, False) == (status["canaries"], status["drift_e_value"], status["distribution_drift"])
 
     run(scenario)
@@ -630,7 +630,7 @@ async def get(url: str) -> tuple[int, str]:
 
 def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        starting = StatusServer(StatusBoard(manifest()))
+        starting = StatusServer(StatusBuilder(CoordinatorState(FAST), manifest(), "uid"))
         port = await starting.start("127.0.0.1", 0)
         code, body = await get(f"http://127.0.0.1:{port}/status")
         assert 503 == code and "still reading" in json.loads(body)["error"]
@@ -644,7 +644,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         }
         reported = {"max_running": 4, "counters": timed, "labeled_counters": labeled}
         async with job.coordinator() as coordinator, job.engine("a", **reported) as engine:
-            server = StatusServer(coordinator.board)
+            server = StatusServer(coordinator.status)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
             job.send(JOB.requests, asked, request("invalid", sampling={"stop_token_ids": [VOCABULARY]}))

@@ -1,4 +1,4 @@
-"""How the machines of an engine find and lose each other: a real Redis, and processes that wait instead of vLLM."""
+"""The machines of an engine find and lose each other: a real Redis, and processes that wait instead of vLLM."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def wait_for_error(fleet: Fleet, seconds: float) -> None:
 
 
 def wait_for_process(fleet: Fleet, states: list[EngineState], *, other_than: int = 0) -> int:
-    """Run passes of the fleet, none of which may find an error, until an engine serves; return its process id."""
+    """Run passes of the fleet, without any error, until an engine serves; return its process id."""
 
     def process() -> int:
         fleet.run_once()

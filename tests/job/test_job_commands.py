@@ -27,7 +27,7 @@ from rollout_store.job.engine_errors import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_tools.cli.job_status import missing_coordinator, problems, problems_of_ended_job
 from rollout_tools.cli.main import app
-from tests.support.status_boards import status_board
+from tests.support.job_status import job_status
 from tests.support.waiting import wait_for
 
 MANIFEST = {
@@ -216,7 +216,7 @@ def test_a_cancelled_job_ends_after_a_confirmation(setup: JobSetup, services: Jo
 
 def status(**changes: Any) -> CoordinatorStatus:
     """Return the status of a job with one engine, with changed fields."""
-    board = status_board({"e": EngineReport("engine-0", "worker", max_running=16)})
+    board = job_status({"e": EngineReport("engine-0", "worker", max_running=16)})
     assert board.last is not None
     return cast(CoordinatorStatus, board.last | changes)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_head.coordinator.open_request import OpenRequest
+from rollout_head.coordinator.open_requests import OpenRequest, SiblingGroups, SiblingLengths
 from rollout_head.coordinator.remaining_length import estimate_remaining_work
-from rollout_head.coordinator.sibling_groups import SiblingGroups
-from rollout_head.coordinator.sibling_lengths import SiblingLengths
 
 SHORT = LengthStats.from_lengths([(0, 10, False)] * 8)
 

@@ -1,4 +1,4 @@
-"""``rollout prefetch`` fills a model cache from which the other pods load the model without the hub."""
+"""``rollout prefetch`` fills a model cache, and the other pods load the model from it without the hub."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for
 
 READS = ("xread", "xrange")
-"""Commands with which a relay reads."""
+"""Commands of a relay's reads."""
 
 
 class RelayHarness:

@@ -1,4 +1,4 @@
-"""The order in which the scheduler starts rollouts, and where. Every sample is placed exactly once."""
+"""The scheduler places rollouts in the right order on the right engines, and every sample exactly once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
-from rollout_head.coordinator.version_bounds import VersionBounds
+from rollout_head.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, VersionBounds, WaitingRequest
 
 NONE: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""What `rollout top` shows: computed from made-up states, and rendered by the application itself."""
+"""The views of `rollout top`: computed from made-up states, and rendered by the application itself."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect
 from rollout_head.child_services import JobServices
 from rollout_head.coordinator import Coordinator
+from rollout_head.coordinator.state import CoordinatorLimits
 from rollout_head.relay import Relay
 from rollout_head.tracing import (
     TraceExporter,
@@ -35,7 +36,6 @@ from rollout_head.tracing import (
 )
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import EngineReport, JobStore, StaleCoordinatorError
-from rollout_store.job.limits import CoordinatorLimits
 from rollout_store.job.request_trace import RequestTrace, pack_trace
 from rollout_store.job.setup import JobSetup
 from tests.support.in_process_job import manifest

@@ -22,9 +22,9 @@ from tests.support.documentation import ROOT, console_blocks, titled_files
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 SKIPPED = {"make env", "source .venv/bin/activate"}
-"""Commands that have created the environment in which the test runs."""
+"""Commands that have created the test's environment."""
 VARYING = re.compile(r"\b[0-9a-f]{12}\b|\d+(?:[.,]\d+)*|\b(?:B|KiB|MiB)\b|\b[smhd] ago\b|\b(?:right|wrong)\b")
-"""What differs between two runs: durations, sizes, hashes, and what the model answers."""
+"""Differences between two runs: durations, sizes, hashes, and the model's answers."""
 
 
 def normalized(line: str) -> str:

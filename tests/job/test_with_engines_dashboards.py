@@ -37,7 +37,7 @@ def test_every_panel_shows_data_of_a_real_job(job_harness: JobHarness, tmp_path:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         assert running.coordinator is not None
         running.store.metadata.open("tokenizer", "model", max_bytes=1 << 30)  # as the launcher of a job does
-        status = StatusServer(running.coordinator.board)
+        status = StatusServer(running.coordinator.status)
         targets = {
             f"127.0.0.1:{await status.start('127.0.0.1', 0)}": {"namespace": "models"},
             f"127.0.0.1:{history_port}": {"namespace": "rollouts"},

@@ -41,7 +41,7 @@ from scripts import crd
 from scripts.dashboards import dashboards
 from scripts.release.chart import package_chart
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
-from tests.support.status_boards import status_board
+from tests.support.job_status import job_status
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -323,7 +323,7 @@ def test_the_operator_knows_whether_jobs_have_users() -> None:
 
 
 def ca_files(container: dict[str, Any]) -> list[str]:
-    """Return the files from which a container reads the CA of Redis."""
+    """Return the files that a container reads the CA of Redis from."""
     options = [argument.partition("=") for argument in container.get("args", ())]
     variables = [variable for variable in container.get("env", ()) if variable["name"] == "SSL_CERT_FILE"]
     return [value for name, _, value in options if name == "--ca-file"] + [variable["value"] for variable in variables]
@@ -722,7 +722,7 @@ def job_metrics() -> set[str]:
     counters = dict.fromkeys(ENGINE_METRICS, 0.0)
     labeled_counters = {name: {"label": 0} for name in LABELED_ENGINE_METRICS}
     report = EngineReport("engine-0", counters=counters, labeled_counters=labeled_counters)
-    board = status_board({"engine-0": report})
+    board = job_status({"engine-0": report})
     return exported_names(StatusMetrics(board))
 
 

@@ -1,4 +1,4 @@
-"""Reading the status of heads, some of which do not answer."""
+"""Reading the status of heads, even if some do not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watches deliver: the objects of jobs, and the namespaces that are selected."""
+"""The watches deliver the objects of jobs, and the namespaces that are selected."""
 
 from __future__ import annotations
 

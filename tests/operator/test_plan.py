@@ -14,7 +14,7 @@ from tests.support.planned_jobs import head_status, running_job, spec
 from tests.support.simulated_cluster import SimulatedCluster
 
 QUEUE_SCHEDULING_GATE = "kueue.x-k8s.io/admission"
-"""Scheduling gate with which Kueue holds pods back."""
+"""Kueue's scheduling gate for holding pods back."""
 
 
 def test_a_new_job_gets_a_head_workers_and_their_objects() -> None:

@@ -1,4 +1,4 @@
-"""What is kept of a failed job before its pods are deleted, on a simulated cluster."""
+"""The operator keeps a bundle of a failed job before it deletes the pods, on a simulated cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner does about a job's HTTP server."""
+"""The planner runs a job's HTTP server."""
 
 from __future__ import annotations
 

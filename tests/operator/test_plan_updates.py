@@ -1,4 +1,4 @@
-"""When changes of a running job's settings reach its pods."""
+"""Changes of a running job's settings reach its pods at the right time."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from rollout_operator.objects.observed import PodView
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.history_service.service import HistoryServer, ServiceState
-from tests.support.status_boards import status_board
+from tests.support.job_status import job_status
 
 TOKEN = "a-token-of-thirty-two-characters"
 WITH_TOKEN = StatusToken.from_environment({TOKEN_VARIABLE: TOKEN})
@@ -59,9 +59,9 @@ def test_the_metrics_of_the_operator_need_the_token() -> None:
 
 @asynccontextmanager
 async def serving_head(token: StatusToken) -> AsyncIterator[str]:
-    """A head's server, of which the environment is that of a head's pod."""
+    """A head's server, with the environment of a head's pod."""
     environment = {HASH_VARIABLE: token.sha256} if token.sha256 else {}
-    server = StatusServer(status_board(), StatusToken.from_environment(environment))
+    server = StatusServer(job_status(), StatusToken.from_environment(environment))
     port = await server.start("127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{port}"

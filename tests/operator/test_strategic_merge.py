@@ -84,7 +84,7 @@ def test_an_invalid_patch_is_reported_with_its_path(patch: dict[str, Any], messa
 
 
 def entries(fields: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """Return lists of entries with different names, each of which is merged, replaced or deleted."""
+    """Return lists of entries with different names. Each is merged, replaced or deleted."""
     directive = st.sampled_from([{}, {"$patch": "replace"}, {"$patch": "delete"}])
     entry = st.builds(
         lambda name, values, patch: {"name": name, **values, **patch}, st.sampled_from("abc"), fields, directive

@@ -55,6 +55,7 @@ def is_package(name: str) -> bool:
 def test_the_tables_of_performance_are_those_of_the_results() -> None:
     page = performance_docs.PAGE.read_text()
     assert performance_docs.document(page) == page, "run: python -m scripts.performance_docs"
+    assert performance_docs.chart() == performance_docs.CHART.read_text(), "run: python -m scripts.performance_docs"
 
 
 def test_the_list_of_further_measurements_repeats_the_results() -> None:

@@ -1,4 +1,4 @@
-"""What a recording shows, as numbers and sentences: hand-made data, and properties."""
+"""Numbers and sentences from recordings: hand-made data, and properties."""
 
 from __future__ import annotations
 

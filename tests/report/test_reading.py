@@ -51,7 +51,7 @@ def describe(history_redis: str = "") -> JobDescription:
 
 @pytest.fixture
 def job(redis_url: str) -> str:
-    """Publish a job of which two rollouts have ended and one is evaluated, and return the URL of its Redis."""
+    """Publish a job with two rollouts that have ended, one of them evaluated, and return the URL of its Redis."""
     server = redis.Redis.from_url(redis_url)
     history = open_history(server)
     generation = history.metadata.publish(UID, 5)

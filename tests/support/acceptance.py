@@ -1,4 +1,4 @@
-"""How many draft tokens were accepted."""
+"""Counts of accepted draft tokens."""
 
 from __future__ import annotations
 

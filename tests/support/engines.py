@@ -53,7 +53,7 @@ def start_with_extension(loop: LoopThread, config: EngineConfig, extension: type
 
 @dataclass
 class EngineHarness:
-    """An engine and the event loop in which it runs."""
+    """An engine and its event loop."""
 
     engine: Engine
     loop: LoopThread

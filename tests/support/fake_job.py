@@ -54,7 +54,7 @@ class FakeJob:
         self.keys = MessageKeys(uid)
         self.uid, self.name = uid, name
         self.sampled: list[str] = []
-        """Rollout ids in the order in which the rollouts were produced."""
+        """Rollout ids in the order of their production."""
         self.answered: dict[str, int] = {}
         """Request id → number of rollouts that were produced for it."""
         self.cancelled: set[str] = set()

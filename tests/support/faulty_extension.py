@@ -1,4 +1,4 @@
-"""Worker extensions with which tests change a running engine."""
+"""Worker extensions that let tests change a running engine."""
 
 from __future__ import annotations
 

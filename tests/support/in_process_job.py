@@ -1,4 +1,4 @@
-"""A job in one process with a real Redis, engines, coordinator, workers and relay, each of which can be killed."""
+"""A job in one process with a real Redis, engines, coordinator, workers and relay. Each of them can be killed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Key = tuple[int, int, tuple[int, ...]]
 
 @dataclass
 class Text:
-    """Tokens of which the first ``context`` are matched and never drafted."""
+    """Tokens; the first ``context`` of them are matched and never drafted."""
 
     tokens: list[int]
     context: int

@@ -1,10 +1,10 @@
-"""What Kueue does with plain pods and groups of pods, as pure functions; a stand-in for its controller.
+"""Kueue's handling of plain pods and groups of pods, as pure functions; a stand-in for its controller.
 
 The rules are those of Kueue 0.19 (``pkg/controller/jobs/pod`` and ``pkg/controller/jobframework``) and of its page "Run
 Plain Pods". Among them:
 
 - Kueue adds a scheduling gate and a finalizer to each pod, and removes the gate once the pod's Workload is admitted.
-- The Workload of a group is created when the group has as many pods as its annotation says, on which all pods agree.
+- The Workload of a group is created when the group has as many pods as its annotation says, and all pods agree on it.
 - The finalizer stays on a pod that has failed or was deleted until another pod of the same role exists in its place.
 - Pods that have succeeded still count, so a pod that is created in their place is excess and is deleted.
 - An evicted group loses its quota and all its pods; it waits for others that can be admitted again.
@@ -49,7 +49,7 @@ class Decision:
     ungate: list[str] = field(default_factory=list)
     delete: list[str] = field(default_factory=list)
     finalize: list[str] = field(default_factory=list)
-    """Pods from which the finalizer is removed."""
+    """Pods that lose the finalizer."""
     error: str = ""
     """Why no Workload can be created."""
 

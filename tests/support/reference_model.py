@@ -52,7 +52,7 @@ def small_qwen3(**settings: Any) -> Any:
 
 
 def small_qwen3_moe(**settings: Any) -> Any:
-    """Return a Qwen3 mixture of experts: two small layers of eight experts, of which each token uses two."""
+    """Return a Qwen3 mixture of experts: two small layers of eight experts. Each token uses two."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}

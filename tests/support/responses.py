@@ -22,11 +22,11 @@ SUSPICIOUS_P_VALUE = 1e-3
 IMPOSSIBLE_P_VALUE = 1e-8
 """A smaller p-value is not a coincidence."""
 REPETITIONS = 3
-"""How many times as many responses are sampled again."""
+"""Factor on the number of responses that are sampled again."""
 MAX_LOGPROB_ERROR = 1e-3
 """Largest error of a log-probability in float32."""
 WITHOUT_EOS = list(range(12))
-"""Allowed tokens with which no response ends before ``max_tokens``."""
+"""Allowed tokens that end no response before ``max_tokens``."""
 
 
 def tokens_of(results: Sequence[GenerationResult]) -> list[list[int]]:
@@ -56,7 +56,7 @@ def sample_exactly(
     Args:
         reference: distribution of the model.
         sampling: settings of the responses.
-        sample: samples responses to PROMPT with these settings, in which only the seed changes.
+        sample: samples responses to PROMPT with these settings; only the seed changes.
         min_accepted_share: required share of accepted draft tokens in all tokens.
 
     Returns:

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_for
 
 T = TypeVar("T")
 MODEL_NAME = "das/tiny"
-"""Name by which the server knows the model."""
+"""The server's name of the model."""
 
 
 def make_configuration(directory: Path) -> Path:

@@ -24,11 +24,11 @@ class UpdatingJob(FakeJob):
         super().__init__(url, **options)
         self._report: dict[str, Any] = {"transfer_backend": transfer_backend}
         self.updates: list[WeightUpdate] = []
-        """Updates in the order in which they were published."""
+        """Updates in the order of their publication."""
         self.version = version
         """Weight version that the engine serves."""
         self.received: list[RolloutRequest] = []
-        """Requests in the order in which they were received."""
+        """Requests in the order of their arrival."""
         self.report()
 
     def publish_status(self, **status: object) -> None:

@@ -12,7 +12,7 @@ from rollout_api.weights.gloo import GlooGroup
 
 
 class GlooCommunicator:
-    """In place of vLLM's ``PyNcclCommunicator``, of which senders use no more than this."""
+    """In place of vLLM's ``PyNcclCommunicator``; senders use no more of it than this."""
 
     def __init__(self, group: Any, device: Any) -> None:
         self.group = group

@@ -39,7 +39,7 @@ from rollout_api.integrations.verl import JobReplica, JobServer, job_of, to_job_
 from rollout_api.integrations.verl_settings import FILES_NAME, NAME, REDIS_URL_VARIABLE
 from rollout_api.integrations.verl_version import check
 from rollout_api.integrations.verl_weights import FileCheckpointEngine, JobCheckpointEngine
-from rollout_head.coordinator.open_request import OpenRequest
+from rollout_head.coordinator.open_requests import OpenRequest
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 
@@ -118,7 +118,7 @@ def test_verls_client_receives_tokens_from_the_job(
 def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
     servers: LLMServerManager, job: UpdatingJob
 ) -> None:
-    """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
+    """verl requests each sample separately, under another request id, and does not name its group."""
     client = servers.get_client()
     before = len(job.received)
 

@@ -1,10 +1,10 @@
 """DAS's optimal draft budgets, in the form that satisfies DAS's own constraint.
 
 DAS (arXiv 2511.13841) minimizes ``c_base · N + c_tok · tokens`` over the number of steps N that a batch takes and the
-number of tokens p_i that are drafted for each rollout. Rollout i generates l_i tokens, of which
-``A_i = k_i · l_i · (1 - exp(-α_i · p_i / l_i))`` are accepted draft tokens (Eq. 5). It therefore takes ``l_i - A_i``
-steps, which must be at most N. The printed solution (Eq. 7 and 9) satisfies this constraint only for k_i = 1;
-docs/budgets.md derives the solution that is used here.
+number of tokens p_i that are drafted for each rollout. Rollout i generates l_i tokens;
+``A_i = k_i · l_i · (1 - exp(-α_i · p_i / l_i))`` of them are accepted draft tokens (Eq. 5). It therefore takes
+``l_i - A_i`` steps, which must be at most N. The printed solution (Eq. 7 and 9) satisfies this constraint only for
+k_i = 1; docs/budgets.md derives the solution that is used here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DasBudgets(NamedTuple):
 
 
 def optimal_budgets(lengths: Floats, capacities: Floats, efficiencies: Floats, cost: StepCost) -> DasBudgets:
-    """Find the number of steps and the drafts with which a batch costs least.
+    """Find the number of steps and the drafts that minimize the cost of a batch.
 
     Unlike DAS, this counts the token that a rollout generates in each step without a draft: a rollout that ends with
     the batch has N of them, so one step less saves c_base, and c_tok for every rollout longer than N. c_kv is not
@@ -60,7 +60,7 @@ def optimal_budgets(lengths: Floats, capacities: Floats, efficiencies: Floats, c
 
 
 def draft_tokens_for(steps: float, lengths: Floats, capacities: Floats, efficiencies: Floats) -> Floats:
-    """Return the drafts with which all rollouts end within N = *steps* steps, shape (rollouts,).
+    """Return the drafts that let all rollouts end within N = *steps* steps, shape (rollouts,).
 
     ``p_i = -(l_i / α_i) · ln(1 - (1 / k_i) · (1 - N / l_i))`` for l_i > N, else 0.
     """

@@ -25,7 +25,7 @@ _PASSWORD_BYTES = 32
 
 
 def admin_secret(namespace: str, name: str, server: str) -> dict[str, Any]:
-    """Return a Secret with a new password, the URL with it, and a new key from which users' passwords are derived.
+    """Return a Secret with a new password, the URL with it, and a new key for deriving users' passwords.
 
     Args:
         namespace: namespace of the Secret.

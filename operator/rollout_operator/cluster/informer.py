@@ -96,7 +96,7 @@ class Informer:
                 await _pause()
 
     async def _list(self) -> str:
-        """Bring the cache up to date, and return the resource version from which to watch."""
+        """Bring the cache up to date, and return the resource version to watch from."""
         # Objects that arrive in the cache while the list is being read must not be removed.
         known = self._cache.uids(self._kind.kind, self._namespace)
         listed: set[str] = set()

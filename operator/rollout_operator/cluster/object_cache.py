@@ -207,7 +207,7 @@ def _serialize(body: Manifest) -> bytes:
 
 
 class RuntimeCache:
-    """The runtimes, of which there are few. A change causes the jobs that name the runtime to be reconciled."""
+    """The runtimes; there are few. A change causes the jobs that name the runtime to be reconciled."""
 
     def __init__(self, jobs: ObjectCache, queue: WorkQueue[JobKey]) -> None:
         self._jobs, self._queue = jobs, queue

@@ -1,4 +1,4 @@
-"""A validated job, as the functions that build its objects need it, and the settings with which its pods are created.
+"""A validated job, as the functions that build its objects need it, and the settings of its pods.
 
 These settings, the revision, stay the same while the spec changes. Pure.
 """
@@ -254,7 +254,7 @@ def manifest_with_settings(manifest: Mapping[str, Any], settings: Mapping[str, A
 
 
 def changed_settings(old: Revision, new: Revision) -> list[str]:
-    """Return the paths of the settings in which two revisions differ, below ``spec``."""
+    """Return the paths of the settings that differ between two revisions, below ``spec``."""
     paths = []
     for section in sorted({*old.settings, *new.settings}):
         one, other = old.settings.get(section), new.settings.get(section)

@@ -66,7 +66,7 @@ def labels(job: str, component: str) -> dict[str, str]:
 
 
 def worker(job: str, slot: int) -> str:
-    """Return the name of the worker in a slot, by which its pods find each other."""
+    """Return the name of the worker in a slot. Its pods find each other by this name."""
     return f"{job}-{WORKER}-{slot}"
 
 
@@ -137,12 +137,12 @@ def service_account(job: str) -> str:
 
 
 def manifest_config_map(job: str) -> str:
-    """Return the name of the ConfigMap from which the pods read the job's manifest."""
+    """Return the name of the ConfigMap with the job's manifest for its pods."""
     return f"{job}-manifest"
 
 
 def connection_config_map(job: str) -> str:
-    """Return the name of the ConfigMap from which trainers read how to connect."""
+    """Return the name of the ConfigMap that tells trainers how to connect."""
     return f"{job}-connection"
 
 

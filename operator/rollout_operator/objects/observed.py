@@ -22,7 +22,7 @@ class ClusterInfo:
     """API versions and fields found by discovery when the operator starts, and what its command line says."""
 
     disruption_budget_api: str | None = "policy/v1"
-    """API version of PodDisruptionBudgets; None if the cluster serves none, in which case jobs get none."""
+    """API version of PodDisruptionBudgets; None if the cluster serves none. Jobs then get none."""
     has_unhealthy_pod_eviction_policy: bool = True
     """Whether PodDisruptionBudgets have the field ``unhealthyPodEvictionPolicy`` (since Kubernetes 1.27)."""
     gang_api: str | None = None
@@ -58,7 +58,7 @@ class KeptBundle:
 
     @classmethod
     def from_config_map(cls, config_map: Manifest) -> Self:
-        """Extract the view from a ConfigMap, of which only the metadata is needed."""
+        """Extract the view from a ConfigMap; only its metadata is needed."""
         metadata = config_map["metadata"]
         is_foreign = names.BUNDLE_LABEL not in metadata.get("labels", {})
         return cls(metadata.get("annotations", {}).get(names.JOB_UID_ANNOTATION, ""), is_foreign)
@@ -89,7 +89,7 @@ class PodView:
     Kueue retains a pod of a group in this way until the group has another pod in its place.
     """
     revision: str
-    """Hash of the settings with which the pod was created."""
+    """Hash of the settings that the pod was created with."""
     pod_group: str
     """Name of the pod's group, which Kueue admits as a whole; empty if it is in none."""
     ready: bool

@@ -48,7 +48,7 @@ def _server_url(context: JobContext) -> str | None:
 
 
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
-    """Return all objects except for pods, in the order in which they have to be created.
+    """Return all objects except for pods, in the order of their creation.
 
     Args:
         context: the job.
@@ -161,7 +161,7 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
         ],
     }
-    # The selector matches the workers' pods and the head, of which one more than this number exist.
+    # The selector matches the workers' pods and the head, one more than this number.
     spec: dict[str, Any] = {"minAvailable": workers * context.pods_per_worker, "selector": selector}
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"

@@ -31,21 +31,21 @@ _OWN_FIELDS = frozenset(
 )
 """Fields of the head's container that the prefetch pod and the cleanup pod do not take over."""
 _HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
-"""What the head requests if the manifest says nothing. Without a request it would be the first pod to be evicted, and
-its start, for which rollouts may wait, would take many times as long beside busy pods."""
+"""The head's default requests. Without a request it would be the first pod to be evicted, and
+its start would take many times as long beside busy pods while rollouts may wait for it."""
 _SERVER_REQUESTS = {"cpu": "500m", "memory": "2Gi"}
-"""What a pod of the HTTP server requests if the manifest says nothing."""
+"""Default requests of a pod of the HTTP server."""
 _SERVER_PRE_STOP_S = 5
-"""Seconds for which a server that is ending still accepts connections."""
+"""Seconds that a server that is ending still accepts connections."""
 _SERVER_GRACE_S = 35
 """Seconds that a server has afterwards to answer the requests in progress."""
 _CLEANUP_RESOURCES = {"cpu": "100m", "memory": "512Mi"}
-"""What the cleanup pod requests and is limited to, so that a quota of the namespace admits it."""
+"""Requests and limits of the cleanup pod, so that a quota of the namespace admits it."""
 _DO_NOT_DISRUPT = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
-"""Annotations by which autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
+"""Annotations that make autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
 _GPU_CLAIM = "gpus"
 """Name, within a worker pod, of the ResourceClaim that gives it its GPUs."""
 _UNREACHABLE_TOLERATION_S = 30
@@ -151,7 +151,7 @@ def worker_pod(
 
 
 def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
-    """Return a pod of the HTTP server, from which a Deployment makes its own; its name has no meaning."""
+    """Return a pod of the HTTP server as the template of a Deployment; its name has no meaning."""
     mounts: dict[str, tuple[str, str]] = {}
     args = [
         f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
@@ -326,7 +326,7 @@ def _claims_gpus(workers: Workers) -> bool:
 
 
 def _gpu_tolerations(workers: Workers) -> list[Toleration]:
-    """Return tolerations of the taints by which clusters keep other pods off their GPU nodes.
+    """Return tolerations of the taints that keep other pods off GPU nodes.
 
     Nodes are tainted with the resource's name, or with that of the vendor's whole GPUs even if they offer partitions.
     """
@@ -482,7 +482,7 @@ def _claim(name: str | None) -> dict[str, Any] | None:
 
 
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the user's template into the pod, but keep the metadata by which the operator finds the pod.
+    """Merge the user's template into the pod, but keep the metadata that the operator finds the pod by.
 
     Raises:
         PatchError: if the template cannot be merged, or is not one of a pod. With another kind, the operator would

@@ -20,14 +20,14 @@ _READY_STATES = {
     State.SUSPENDED: "The job is suspended, as its spec asks for.",
     State.SUCCEEDED: "The job has succeeded.",
 }
-"""States in which a job is ready, with the message of the condition."""
+"""States of a job that is ready, with the message of the condition."""
 _EXPLANATIONS = (
     ConditionType.ACCEPTED,
     ConditionType.QUOTA_RESERVED,
     ConditionType.WORKERS_READY,
     ConditionType.ENGINE_READY,
 )
-"""Conditions of which the first that is not True explains why a job is not ready."""
+"""Conditions in order: the first that is not True explains why a job is not ready."""
 PREFETCHING_MODEL = "PrefetchingModel"
 """Reason of the conditions of a job that waits for the download of its model."""
 _MAX_MESSAGE = 1000
@@ -46,7 +46,7 @@ class Conditions:
 
     @classmethod
     def following(cls, previous: Iterable[Mapping[str, Any]], now: float, generation: int) -> Conditions:
-        """Return conditions of which none is set yet. One that keeps its previous status keeps its transition time."""
+        """Return conditions, none of them set. One that keeps its previous status keeps its transition time."""
         return cls({condition["type"]: condition for condition in previous}, now, generation)
 
     def set(self, kind: ConditionType, status: ConditionStatus, reason: str, message: str = "") -> None:

@@ -42,7 +42,7 @@ _DISRUPTION_REASONS = frozenset(
         "UnexpectedAdmissionError",
     }
 )
-"""Reasons with which the kubelet, the node lifecycle controller or the scheduler ends a pod, independently of the job
+"""Reasons of the kubelet, the node lifecycle controller or the scheduler for ending a pod, independently of the job
 (Kubernetes 1.29 to 1.37), and that of a pod that was told to terminate."""
 
 _EXIT_CODE_REASONS = {

@@ -52,7 +52,7 @@ from rollout_operator.planning.teardown import (
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
 _MAX_ENVIRONMENT_MESSAGE = 600
-"""Length to which texts about an environment's errors are cut."""
+"""Maximum length of texts about an environment's errors; the rest is cut."""
 
 
 @dataclass
@@ -353,7 +353,7 @@ class JobPlanner:
             self.job = self.context.job
 
     def _pending_changes(self) -> list[str]:
-        """Return the settings in which new pods differ from the current spec."""
+        """Return the settings of new pods that differ from the current spec."""
         revision = self.status.revision
         return [] if revision is None else changed_settings(revision, self.wanted_revision)
 
@@ -398,7 +398,7 @@ class JobPlanner:
             )
 
     def _previously_desired(self) -> int | None:
-        """Return the number of workers from which autoscaling continues; None for ``replicas``.
+        """Return the number of workers that autoscaling continues from; None for ``replicas``.
 
         It is the last number, unless somebody has changed ``replicas`` since then, for example by ``kubectl scale``.
         """

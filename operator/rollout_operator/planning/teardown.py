@@ -28,7 +28,7 @@ _CLEANUP_TIMEOUT_S = 120.0
 _BLOCKED_CLEANUP_TIMEOUT_S = 20.0
 """The same for a cleanup pod that cannot start."""
 _BLOCKED_REASONS = frozenset({"CreateContainerConfigError", "ErrImageNeverPull", "InvalidImageName"})
-"""Reasons for which a pod cannot start that do not resolve themselves while its job is being removed."""
+"""Reasons why a pod cannot start that do not resolve themselves while its job is being removed."""
 MAX_PODS = 16
 """Number of pods whose logs are kept."""
 

@@ -2,7 +2,7 @@
 -- Delete the results of requests that a trainer does not need any more, and drop the later ones. This also runs on a
 -- full server, because it frees memory.
 -- KEYS: job, unreleased requests of the client; then, for each request, its ledger and its results (one hash slot).
--- ARGV: seconds for which it is remembered that the results were released if the job has not admitted the request; ids
+-- ARGV: seconds to remember that the results were released if the job has not admitted the request; ids
 --   of the requests.
 -- Returns 1; 0 if the job does not exist any more.
 if redis.call('EXISTS', KEYS[1]) == 0 then

@@ -14,7 +14,7 @@ local function generation_of(field)
   return string.match(field, '^%d+$') and tonumber(field)
 end
 
--- The fields of the lengths are the generations in which the problem was sampled. If the lengths are lost, restore
+-- The fields of the lengths are the generations that sampled the problem. If the lengths are lost, restore
 -- these fields from the rollouts.
 if entry ~= '' and redis.call('HLEN', lengths) == 0 then
   for _, log_entry in ipairs(redis.call('XRANGE', log, '-', '+')) do

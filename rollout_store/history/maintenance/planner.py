@@ -18,7 +18,7 @@ from rollout_store.history.window import next_age_limit
 COMPACTION_DELAY_S = 30.0
 """Seconds without a change after which a problem is compacted; before that, more of its rollouts are likely to come."""
 EMPTY_PROBLEM_S = 3600.0
-"""Seconds for which an announced problem without rollouts is kept; its first rollouts may still be running."""
+"""Seconds to keep an announced problem without rollouts; its first rollouts may still be running."""
 EVICTION_TARGET = 0.95
 """Fraction of the byte cap that an eviction aims at, so that the next one is not due immediately."""
 

@@ -92,7 +92,7 @@ class MaintenanceOperations:
         return self._replace(problem_id, merged_blocks, compacted_entries, kept, last_entry) is not None
 
     def trim(self, problem_id: str, *, max_generations: int | None = None) -> int:
-        """Delete rollouts that have left the window of a problem to which no rollouts are appended any more.
+        """Delete rollouts that have left the window of a problem that gets no new rollouts.
 
         Args:
             problem_id: id of the problem.
@@ -178,9 +178,9 @@ class MaintenanceCounts:
     deleted_empty: int = 0
     """Problems without rollouts that were deleted."""
     trimmed: int = 0
-    """Problems of which rollouts outside the window were deleted."""
+    """Problems whose rollouts outside the window were deleted."""
     trimmed_to_cap: int = 0
-    """Problems of which the oldest generations were deleted because of the byte cap."""
+    """Problems whose oldest generations were deleted because of the byte cap."""
     evicted: int = 0
     """Problems that were deleted because of the byte cap."""
     evicted_bytes: int = 0

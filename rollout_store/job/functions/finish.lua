@@ -11,9 +11,9 @@
 --   trace: trace of the request; empty if it follows from the request id
 --   measurement: for the canary test; may be empty
 --   tokens, decoding_steps, draft_tokens, accepted_tokens: what the totals count
---   keep_s: seconds for which the result is kept; 0 if that is until the client releases it
+--   keep_s: seconds to keep the result; 0 to keep it until the client releases it
 --   streamed: whether the rollout is streamed
---   ledger_s, trajectory_s: seconds for which an answered request, and the engine of a trajectory, are remembered;
+--   ledger_s, trajectory_s: seconds to remember an answered request, and the engine of a trajectory;
 --     trajectory_s is 0 if there is no trajectory
 --   max_events, max_timeline: largest number of entries of the streams of events and of the timeline
 -- Returns 1 if the rollout is recorded, 0 if it was recorded before or is streamed by another engine now, -1 if its

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "7393eeb9d8c62514fbe0ae6a898c0ab209f4309e231c1dd65be499be8b055b1e",
+    "rolloutjobs.das.rollout.dev": "b936dc54bf12786aa18cfa2632efb539bbaa3868a1e800c06bf1074a935c7994",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

@@ -18,7 +18,7 @@ namespace {
 // fetched while this many rows before are handled, and the objects that point to it as many rows earlier.
 constexpr std::size_t kPrefetched = 6;
 
-// The fewest drafts for which another thread is woken.
+// The fewest drafts that are worth waking another thread.
 constexpr std::size_t kDraftsPerThread = 8;
 
 // Classes of values between 2 ** kMinExponent seconds and 1 second, 2 ** kClassBits for each power of two.
@@ -199,8 +199,8 @@ void BatchStepper::step_ahead(const Step& step) {
 }
 
 void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline) {
-  // Requests for which nothing was prepared come first: the first drafts of new requests are the longest, and a trial
-  // would otherwise not be made. Then come those of which a token is worth most.
+  // Requests without a prepared draft come first: the first drafts of new requests are the longest, and a trial would
+  // otherwise not be made. Then come those whose tokens are worth most.
   std::stable_sort(missed_.begin(), missed_.end(), [](const Missed& a, const Missed& b) {
     return a.is_prepared != b.is_prepared ? b.is_prepared : a.token_gain > b.token_gain;
   });

@@ -26,7 +26,7 @@ struct EngineArrays {
   std::span<std::int32_t> lengths;  // of the drafts
 };
 
-// What the policy has decided for the next drafts. A request is known by its row in the plan.
+// The policy's decisions about the next drafts. A request is known by its row in the plan.
 struct BatchPlan {
   struct Row {
     std::size_t budget;
@@ -69,8 +69,8 @@ struct StepTotals {
   double gain = 0.0;  // seconds that they are expected to save, minus the cost of verifying them
 };
 
-// Numbers of drafts that were found among the prepared ones, that were computed during a step, and for which the step
-// had no time.
+// Numbers of drafts that were found among the prepared ones, that were computed during a step, and that the step had
+// no time for.
 struct LookUpCounts {
   std::uint64_t found = 0;
   std::uint64_t computed = 0;
@@ -85,7 +85,7 @@ class BatchStepper {
     if (draft_ahead) ahead_.emplace(drafter);
   }
 
-  // Returns the requests of a plan, in which RequestTable::kNone stands for no request. Throws UnknownRequest for
+  // Returns the requests of a plan. RequestTable::kNone in the plan stands for no request. Throws UnknownRequest for
   // another handle that is not open.
   std::shared_ptr<const RequestList> find_requests(std::span<const RequestTable::Handle> handles);
 

@@ -18,8 +18,8 @@
 
 namespace das {
 
-// The hashes by which the pool identifies a problem, and a rollout of it. They remain the same when a problem is
-// evicted and added again.
+// The pool's hashes of a problem, and of one of its rollouts. They remain the same when a problem is evicted and added
+// again.
 std::uint32_t problem_hash(std::string_view problem);
 std::uint64_t pool_document_id(std::string_view problem, std::string_view rollout);
 

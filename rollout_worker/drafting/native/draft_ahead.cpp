@@ -10,10 +10,10 @@ namespace das {
 
 namespace {
 
-// How long the thread watches for the next step before it sleeps. Forward passes rarely take longer.
+// The thread watches this long for the next step before it sleeps. Forward passes rarely take longer.
 constexpr std::chrono::milliseconds kWatch{20};
 
-// How many pauses a step waits for the thread to take a part of the shared work, less than a microsecond.
+// A step waits this number of pauses for the thread to take a part of the shared work, less than a microsecond.
 constexpr int kHandOver = 16;
 
 // Outcomes less likely than this are not prepared for.

@@ -17,7 +17,7 @@
 
 namespace das {
 
-// Work that several threads share until a deadline: indices below `count`, each of which one thread takes.
+// Work that several threads share until a deadline: indices below `count`. One thread takes each of them.
 struct SharedWork {
   std::function<void(std::size_t)> run;
   std::size_t count = 0;
@@ -37,7 +37,7 @@ struct SharedWork {
 
 // A thread that works between two steps. It first learns from the tokens that the last step reported, appends them to
 // the live texts, and computes the drafts that the step had no time for. It then computes drafts for the outcomes of
-// the requests' last drafts, likeliest first, until all are done or the next step interrupts it. It holds the lock of
+// the requests' last drafts, most likely first, until all are done or the next step interrupts it. It holds the lock of
 // one request at a time, for the duration of one draft. During the step, it helps to compute the drafts that are
 // missing, as its processor's caches hold what they need.
 class DraftAhead {
@@ -47,7 +47,7 @@ class DraftAhead {
   DraftAhead(const DraftAhead&) = delete;
   DraftAhead& operator=(const DraftAhead&) = delete;
 
-  // Begins to work for the requests of a step, of which some may be null. Does not wait.
+  // Begins to work for the requests of a step. Some of them may be null. Does not wait.
   void start(std::shared_ptr<const RequestList> requests);
   // Has the thread stop after the draft that it is computing. Does not wait.
   void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
@@ -58,9 +58,9 @@ class DraftAhead {
   void wait_idle();
 
  private:
-  // An outcome for which a draft is to be computed.
+  // An outcome that needs a draft.
   struct Task {
-    std::uint32_t tier;  // tasks of a lower tier are likelier
+    std::uint32_t tier;  // tasks of a lower tier are more likely
     std::uint32_t request;
     Outcome outcome;
   };

@@ -65,7 +65,7 @@ struct SharedLiveTexts {
   LiveTexts texts;
 };
 
-// A prompt as a segment, in which requests find occurrences of their own text. The requests of a group share it.
+// A prompt as a segment, where requests find occurrences of their own text. The requests of a group share it.
 struct IndexedPrompt {
   std::size_t length;
   std::array<std::uint64_t, 2> hash;
@@ -86,7 +86,7 @@ struct Problem {
   explicit Problem(const IndexBytes& bytes);
 
   // The next three require the writer lock.
-  std::vector<std::string> rollout_ids() const;  // in the order in which they were added
+  std::vector<std::string> rollout_ids() const;  // in the order of their addition
   // Adds `count` rollouts (removes them, if negative) with this reward to the mean.
   void count_reward(float reward, int count);
   // Deletes the history.

@@ -39,8 +39,8 @@ class TokenSources {
   void add_verified(std::span<const DraftPosition> verified) {
     for (const DraftPosition& position : verified) ++verified_[static_cast<std::size_t>(position.source())];
   }
-  // Adds the accepted tokens of a draft, the first of which is token number `first` of the response. The tokens between
-  // those that were added before and this one were sampled.
+  // Adds the accepted tokens of a draft. The first one is token number `first` of the response. The tokens between it
+  // and those that were added before were sampled.
   void add_accepted(std::span<const DraftPosition> accepted, std::size_t first) {
     if (accepted.empty()) return;
     codes_.resize(first, kSampled);
@@ -63,7 +63,7 @@ struct Anchor {
   std::size_t response_length;  // of the request when it was at this position
 };
 
-// How the verification of a draft may end: the number of accepted tokens, and the token that is sampled after them.
+// A possible outcome of the verification of a draft: the number of accepted tokens, and the token sampled after them.
 struct Outcome {
   std::size_t accepted = 0;
   Token next = kBoundary;
@@ -156,7 +156,7 @@ class DraftSet {
   std::pmr::vector<Anchors> anchors_;
 };
 
-// The sources in which a request searches for occurrences.
+// The sources that a request searches for occurrences.
 struct Sources {
   bool history;
   bool self;
@@ -198,7 +198,7 @@ struct RequestCounts {
   std::uint64_t generated = 0;
 };
 
-// What is known about a request when it is closed.
+// The figures of a closed request.
 struct ClosedRequest {
   RequestCounts counts;
   std::vector<TokenSources::Code> codes;           // see TokenSources
@@ -267,7 +267,7 @@ struct Request {
   bool is_prepared = false;            // whether the other set has drafts for outcomes of the last one
   bool is_closed = false;
   const DraftLimits limits;
-  // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
+  // Sampled tokens that have been reported, but were neither learned from nor appended to the live texts yet.
   std::pmr::vector<Token> pending;
   // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
   // for possible outcomes of the last one.

@@ -27,7 +27,7 @@ class VerificationCounts {
     std::uint64_t accepted;
   };
 
-  // Counts the tokens of a draft that were verified, the first `accepted` of which were accepted.
+  // Counts the verified tokens of a draft. The first `accepted` of them were accepted.
   void add(std::span<const DraftPosition> verified, std::size_t accepted) {
     for (std::size_t i = 0; i < verified.size(); ++i) {
       add(sources_[static_cast<std::size_t>(verified[i].source())], i < accepted);
@@ -105,16 +105,15 @@ class RequestDrafter {
   std::vector<TokenSources::Code> count_step(Request& request, std::size_t verified, std::size_t accepted);
   // Closes a request.
   ClosedRequest close(Request& request);
-  // Returns the tokens among which the request's last draft has chosen, by position of the draft.
 
   // The others require that the caller holds the request's lock.
   // Appends the reported tokens to the texts of the request itself, so that a draft can be computed.
   void append_pending(Request& request) const;
   // Does all that is left to do for reported tokens: learns from them, and appends them to the live texts.
   void settle(Request& request);
-  // Computes the draft of up to `budget` positions that follows the response. It becomes the last draft, of which the
-  // caller of the index has received nothing yet. If it is urgent, the pool is searched more rarely, which takes most
-  // of the time.
+  // Computes the draft of up to `budget` positions that follows the response. It becomes the last draft; the caller of
+  // the index has received nothing of it yet. An urgent draft searches the pool, which takes most of the time, more
+  // rarely.
   void compute(Request& request, std::size_t budget, double min_survival, bool is_urgent) const;
   // Adds a draft for an outcome of the last draft to the other set.
   void prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const;
@@ -134,8 +133,7 @@ class RequestDrafter {
   AgeCounts::Counts counts_of_age(std::size_t age) const { return age_counts_.of(age); }
 
  private:
-  // The end of a text for which occurrences are searched: that of a request, or one that it may have after the next
-  // step.
+  // The end of a text whose occurrences are searched: that of a request, or one that it may have after the next step.
   struct TextEnd {
     std::span<const Token> response;
     std::span<const Token> own_text;

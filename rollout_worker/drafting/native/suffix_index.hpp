@@ -56,7 +56,7 @@ class SuffixIndex {
   }
 
   std::vector<std::string> problems() { return problems_.ids(); }
-  std::vector<std::string> rollouts(std::string_view problem);  // in the order in which they were added
+  std::vector<std::string> rollouts(std::string_view problem);  // in the order of their addition
   std::size_t tokens(std::string_view problem);
   std::size_t pool_tokens() const { return pool_.tokens(); }
   std::size_t bytes() const { return bytes_.all->bytes(); }

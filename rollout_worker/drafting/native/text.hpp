@@ -42,7 +42,7 @@ struct Words {
   }
 };
 
-// The kind of text in which an occurrence was found.
+// The kind of text that contains an occurrence.
 enum class Source : std::uint8_t { history = 0, self = 1, siblings = 2, cross_problem = 3 };
 inline constexpr std::size_t kSources = 4;
 
@@ -88,7 +88,7 @@ struct Occurrence {
   std::uint8_t vote_class = 0;  // set by Mixture::draft, like the next
   std::uint64_t age_bit = 0;    // see AgeCounts::bit; 0 unless the source is the history
 
-  // The expert of the mixture to which this occurrence belongs: its source, or the anchored rollouts.
+  // The expert of the mixture that this occurrence belongs to: its source, or the anchored rollouts.
   std::size_t expert() const { return anchored ? kSources : static_cast<std::size_t>(source); }
 };
 

@@ -55,10 +55,10 @@ void BackgroundThread::serve() {
 
 namespace {
 
-// How long a thread spins before it sleeps.
+// A thread spins for this time before it sleeps.
 constexpr std::chrono::microseconds kSpin{50};
 
-// Threads take a part of the items at a time, of which each should get several, so that they end at the same time.
+// Threads take a part of the items at a time. Each should get several parts, so that all end at the same time.
 constexpr std::size_t kPartsPerThread = 4;
 
 }  // namespace

@@ -82,6 +82,6 @@ def _shared_namespace(cluster: ControlPlane) -> Iterator[Jobs]:
 
 @pytest.fixture
 def operated_jobs(_shared_namespace: Jobs) -> Iterator[Jobs]:
-    """A namespace with an operator, in which the test's jobs are deleted at its end."""
+    """A namespace with an operator. The test's jobs are deleted at its end."""
     yield _shared_namespace
     _shared_namespace.clear()

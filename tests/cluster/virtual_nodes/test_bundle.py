@@ -1,4 +1,4 @@
-"""What the operator keeps of a failed job, and what ``kubectl rollouts bundle`` collects.
+"""The operator keeps a bundle of a failed job, and ``kubectl rollouts bundle`` collects it.
 
 No container runs on virtual nodes, so there are no logs here.
 """

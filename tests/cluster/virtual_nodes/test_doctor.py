@@ -1,4 +1,4 @@
-"""What ``rollout doctor --cluster`` finds on a real API server."""
+"""``rollout doctor --cluster`` on a real API server."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_connection_is_described_and_a_job_is_deleted_after_a_confirmation(
     assert 130 == kept.returncode
     assert "Rollouts that have not finished are lost" in kept.stdout
     assert operated_jobs.get("connected") is not None
-    # No container runs here that could complete the deletion, for which the command waits.
+    # No container runs here that could complete the deletion that the command waits for.
     with plugin.start("cancel", "connected", "--yes") as process:
         try:
             wait_for(lambda: "deletionTimestamp" in (operated_jobs.get("connected") or {})["metadata"], TIMEOUT_S)

@@ -25,7 +25,7 @@ The node is considered lost after 12 s, the worker tolerates that for 30 s, and 
 replaces it another 30 s later.
 """
 SETTLING_S = 2.0
-"""Seconds in which the operator handles the last events about a job that has reached its state."""
+"""Seconds for the operator to handle the last events about a job that has reached its state."""
 OBSERVATION_S = 1.2 * STATUS_PERIOD_S
 JobOnLostNode: TypeAlias = tuple[Jobs, datetime]
 """The namespace of the job ``math``, and when the node of its worker was lost."""

@@ -26,7 +26,7 @@ def build_kubernetes() -> Path:
 
 
 class ControlPlane(ABC):
-    """The processes of a control plane, each of which can be killed and started again."""
+    """The processes of a control plane. Each can be killed and started again."""
 
     kubectl_name = "kubectl"
     """File name of the kubectl that belongs to the API server's version."""

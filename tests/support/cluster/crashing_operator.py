@@ -18,7 +18,7 @@ from rollout_operator.cluster.kubernetes_api import KubernetesApi
 
 CRASH_EXIT_CODE = 9
 _CRASHES = [(moment, changes) for changes in range(3) for moment in ("after", "before")]
-"""When a run crashes, and after how many complete changes."""
+"""The moment of a run's crash, and the number of complete changes before it."""
 
 
 def crash_at(moment: str, number: int) -> None:

@@ -12,7 +12,7 @@ from tests.support.manifests import SMALL_CPU_ENGINE
 QUICKSTART, TRAINER_JOB = "quickstart", "served"
 """Names of the jobs of examples/quickstart.yaml and examples/trainer.yaml."""
 JOB_TIMEOUT_S = 600.0
-"""How long a job may take from its creation to its success."""
+"""Time that a job may take from its creation to its success."""
 HISTORY_BYTES = 64 * 2**20
 SEPARATE_HISTORY = "separate-history"
 """Name of the job with a history on another server, and of that server's pod, Service and Secret."""

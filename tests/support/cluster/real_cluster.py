@@ -356,7 +356,7 @@ def real_cluster(directory: Path) -> Iterator[RealCluster]:
 
 @contextmanager
 def cluster_without_chart(directory: Path) -> Iterator[RealCluster]:
-    """A cluster in which the chart can be installed; what was created is removed at the end."""
+    """A cluster for installing the chart; what was created is removed at the end."""
     kubeconfig = os.environ.get("KUBECONFIG")
     if kubeconfig is None:
         with _own_cluster(directory) as own_cluster:

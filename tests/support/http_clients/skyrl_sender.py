@@ -1,4 +1,4 @@
-"""SkyRL's sender of full weights, with which its trainers send a model to a job's HTTP server.
+"""SkyRL's sender of full weights, as its trainers use it to send a model to a job's HTTP server.
 
 Run ``python skyrl_sender.py SKYRL URL MODEL``: SKYRL is a folder with the package ``skyrl``, and MODEL a directory.
 """

@@ -1,6 +1,6 @@
 """NumPy implementations of the Triton kernels that a step of vLLM's V2 model runner launches, for CPUs.
 
-On CPUs, V2 runs its kernels in Triton's interpreter, with which a step takes several tenths of a second. These
+On CPUs, V2 runs its kernels in Triton's interpreter, where a step takes several tenths of a second. These
 implementations give the same results; uniform random numbers are equal bit for bit. They were written for vLLM 0.32,
 and :func:`register` hands them to ``vllm.triton_utils.dispatcher``. Whatever is not in :func:`kernels` stays in the
 interpreter: grammars, bad words, log-probabilities of requested tokens, and drafters with models. So do the modes of a

@@ -180,7 +180,7 @@ _PHILOX_KEYS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _PHILOX_FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _PHILOX_ROUNDS = 10
 _PHILOX_SCALE = np.float32(4.6566127342e-10)
-"""The factor by which integers become numbers below 1, and the smallest number that :func:`philox_uniform` returns."""
+"""The factor that makes integers numbers below 1, and the smallest number that :func:`philox_uniform` returns."""
 
 
 def gumbel_noise(seeds: Array, positions: Array, tokens: int) -> Float32:

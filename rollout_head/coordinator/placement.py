@@ -1,0 +1,116 @@
+"""Placement of rollouts on engines."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from rollout_head.coordinator.orders import EngineOrders
+from rollout_head.coordinator.scheduler import EngineLoad, VersionBounds
+from rollout_head.coordinator.state import CoordinatorState
+from rollout_store.job import Assignment, EngineReport, JobStore, Order
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutPlacer:
+    """Assigns waiting rollouts to engines, except those of clients that do not read their results.
+
+    Args:
+        state: the coordinator's state.
+        job_store: the job's state in Redis.
+        orders: sends the assignments.
+        max_unread_bytes: none of a client's rollouts start while it has more bytes of unread results than this.
+    """
+
+    def __init__(
+        self, state: CoordinatorState, job_store: JobStore, orders: EngineOrders, max_unread_bytes: int
+    ) -> None:
+        self._state, self._job_store, self._orders = state, job_store, orders
+        self._max_unread_bytes = max_unread_bytes
+
+    async def find_slow_clients(self) -> None:
+        """Measure the unread results of all clients with open requests."""
+        clients = list(self._state.clients)
+        sizes = await self._job_store.results.unread_bytes(clients)
+        unread = self._state.unread_bytes = dict(zip(clients, sizes, strict=True))
+        slow = frozenset(client for client, size in unread.items() if size > self._max_unread_bytes)
+        for client in slow - self._state.slow_clients:
+            logger.warning(
+                "Client %s has not read %d bytes of its results, but spec.queue.maxUnreadResults is %d. None of its "
+                "rollouts start until it has read some.",
+                client,
+                unread[client],
+                self._max_unread_bytes,
+            )
+        self._state.slow_clients = slow
+
+    async def place_waiting(self) -> None:
+        """Assign the waiting rollouts that can start now."""
+        state = self._state
+        if not state.queue.num_waiting or not (loads := self._loads()):
+            return
+        by_engine: defaultdict[str, list[Order]] = defaultdict(list)
+        newest = state.newest_version
+        for placed in state.queue.place(loads, state.slow_clients, state.requests, newest):
+            request = state.requests[placed.request_id]
+            assignment = Assignment(
+                placed.request_id,
+                placed.sample,
+                request.entry_id,
+                resumed=state.queue.may_have_partial(request.rollout_id(placed.sample)),
+                oldest_version=VersionBounds.of(request.request).oldest(newest),
+                is_first=request.is_first(placed.sample),
+            )
+            order = Order.sample(assignment, with_request=placed.engine not in request.informed)
+            request.informed.add(placed.engine)
+            request.started.add(placed.sample)
+            by_engine[placed.engine].append(order)
+        lost = await self._orders.send(by_engine)
+        for engine, orders in by_engine.items():
+            for assignment in (order.assignment for order in orders if order.assignment is not None):
+                if engine in lost:
+                    request = state.requests[assignment.request_id]
+                    state.queue.add(request, [assignment.sample], state.groups.of(request))
+                else:
+                    state.assign(assignment.key, engine)
+        for engine in lost:  # until the next update of the engines
+            state.engines.pop(engine, None)
+
+    def _loads(self) -> list[EngineLoad]:
+        """Return the engines that take work."""
+        waiting_for_weights = find_engines_without_weights(self._state.engines)
+        siblings = self._siblings_of_waiting()
+        return [
+            EngineLoad(
+                engine,
+                report.max_running,
+                len(self._state.assigned[engine]),
+                report.upcoming_version,
+                report.non_speculative,
+                siblings[engine],
+            )
+            for engine, report in self._state.engines.items()
+            if not report.draining and engine not in waiting_for_weights
+        ]
+
+    def _siblings_of_waiting(self) -> defaultdict[str, Counter[str]]:
+        """Return for each engine how many siblings of waiting samples are assigned to it, by the name of the group."""
+        siblings: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for group in self._state.queue.probed_groups():
+            for engine, count in self._state.groups.named(group).assigned.items():
+                siblings[engine][group] = count
+        return siblings
+
+
+def find_engines_without_weights(engines: Mapping[str, EngineReport]) -> set[str]:
+    """Return the engines that get no rollouts because they have missed weights that another engine serves.
+
+    If no engine serves them, they serve the weights that they have.
+    """
+    return {
+        engine
+        for engine, report in engines.items()
+        if report.missed is not None and any(other.has_full_weights(report.missed) for other in engines.values())
+    }

@@ -21,45 +21,36 @@ async def lose_cancellations(count: int) -> None:
                 raise
 
 
-def test_task_that_loses_cancellations_is_ended() -> None:
-    async def run() -> None:
-        task = asyncio.ensure_future(lose_cancellations(1))
-        await asyncio.sleep(0)
-        await cancel_and_wait(task)
-        assert task.cancelled()
-
-    asyncio.run(run())
+async def test_task_that_loses_cancellations_is_ended() -> None:
+    task = asyncio.ensure_future(lose_cancellations(1))
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
+    assert task.cancelled()
 
 
-def test_cancelled_wait_ends_its_tasks_first() -> None:
-    async def run() -> None:
-        inner = asyncio.ensure_future(lose_cancellations(2))
+async def test_cancelled_wait_ends_its_tasks_first() -> None:
+    inner = asyncio.ensure_future(lose_cancellations(2))
 
-        async def outer() -> None:
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                await cancel_and_wait(inner)
+    async def outer() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await cancel_and_wait(inner)
 
-        task = asyncio.ensure_future(outer())
-        await asyncio.sleep(0)
-        await cancel_and_wait(task)
-        assert task.cancelled()
-        assert inner.cancelled()
-
-    asyncio.run(run())
+    task = asyncio.ensure_future(outer())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
+    assert task.cancelled()
+    assert inner.cancelled()
 
 
-def test_exceptions_of_cancelled_tasks_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_exceptions_of_cancelled_tasks_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def failing() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)
         raise ValueError("failed during cleanup")
 
-    async def run() -> None:
-        task = asyncio.ensure_future(failing())
-        await asyncio.sleep(0)
-        await cancel_and_wait(task)
-
-    asyncio.run(run())
+    task = asyncio.ensure_future(failing())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
     assert "failed during cleanup" not in caplog.text

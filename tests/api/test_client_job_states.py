@@ -30,7 +30,7 @@ from rollout_api.client import job_state
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import job_uid_key
 from rollout_api.redis_client import retry
-from tests.support.client_tests import PROMPTS, leave_steps, run
+from tests.support.client_tests import PROMPTS, leave_steps
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.waiting import wait_for
 
@@ -212,15 +212,12 @@ def test_the_default_name_differs_between_ranks(
     assert expected == AsyncRolloutClient.connect("redis://localhost:6379/0", "default/math").name
 
 
-def test_more_steps_than_connections_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
+async def test_more_steps_than_connections_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
     """redis-py refuses to open more than 100 connections."""
 
-    async def sample_all() -> list[list[list[Rollout]]]:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            return await asyncio.gather(*(client.generate([[1 + step]], step=step) for step in range(300)))
-
     with job.serving():
-        groups = run(sample_all())
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            groups = await asyncio.gather(*(client.generate([[1 + step]], step=step) for step in range(300)))
     assert [2] * 300 == [len(group) for [group] in groups]
 
 

@@ -22,7 +22,7 @@ from rollout_api import (
     RolloutClient,
 )
 from rollout_api.client import result_reader, results
-from tests.support.client_tests import PROMPTS, leave_steps, num_results, run
+from tests.support.client_tests import PROMPTS, leave_steps, num_results
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for
 
@@ -55,21 +55,8 @@ def test_restarted_trainer_receives_the_same_rollouts(redis_url: str, job: FakeJ
     assert 0 == num_results(job)
 
 
-def test_step_left_by_an_exception_keeps_its_rollouts(client: RolloutClient, job: FakeJob) -> None:
-    first: list[Rollout] = []
+async def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
     with job.serving():
-        with pytest.raises(ZeroDivisionError), client.step(1, PROMPTS) as step:
-            for rollout in step:
-                first.append(rollout)
-                if len(first) == 2:
-                    raise ZeroDivisionError
-        again = client.generate(PROMPTS, step=1)
-    assert 6 == len(job.sampled)
-    assert all(rollout in [r for group in again for r in group] for rollout in first)
-
-
-def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
         async with AsyncRolloutClient.connect(redis_url, job.name) as client:
             step = client.step(1, PROMPTS)
             with pytest.raises(ZeroDivisionError):
@@ -83,9 +70,6 @@ def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
                 assert {0, 1, 2} == {step.prompt_index(rollout) for rollout in rollouts}
             assert (6, 7, 7) == (len(rollouts), step.progress.done, step.progress.total)
             assert 0 == client.num_awaited
-
-    with job.serving():
-        run(trainer())
     assert 7 == len(job.sampled)
     assert 0 == num_results(job)
 
@@ -101,8 +85,10 @@ def test_cancelled_step_can_be_opened_again(client: RolloutClient, job: FakeJob)
         assert 6 == len(list(step))
 
 
-def test_results_are_held_when_a_step_ends_that_was_opened_before_theirs_was_left(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
+async def test_results_are_held_when_a_step_ends_that_was_opened_before_theirs_was_left(
+    redis_url: str, job: FakeJob
+) -> None:
+    with job.serving():
         async with AsyncRolloutClient.connect(redis_url, job.name) as client:
             other = await client.step(6, PROMPTS).start()
             with pytest.raises(ZeroDivisionError):
@@ -113,17 +99,14 @@ def test_results_are_held_when_a_step_ends_that_was_opened_before_theirs_was_lef
             await other.end()
             async with client.step(5, PROMPTS) as step:
                 assert 6 == len([rollout async for rollout in step])
-
-    with job.serving():
-        run(trainer())
     assert 12 == len(job.sampled)
     assert 0 == num_results(job)
 
 
-def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_left(
+async def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_left(
     redis_url: str, job: FakeJob
 ) -> None:
-    async def trainer() -> None:
+    with job.serving():
         async with AsyncRolloutClient.connect(redis_url, job.name) as client:
             with pytest.raises(ZeroDivisionError):
                 async with client.step(5, PROMPTS) as step:
@@ -132,9 +115,6 @@ def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_l
             await client.generate(PROMPTS, step=4)
             await asyncio.to_thread(wait_for, lambda: num_results(job) == 6)
             await client.generate(PROMPTS, step=6)
-
-    with job.serving():
-        run(trainer())
     assert 0 == num_results(job)
 
 
@@ -310,31 +290,28 @@ def test_turns_whose_results_were_released_are_sampled_again(redis_url: str, job
     assert 0 == num_results(job)
 
 
-def test_awaited_rollouts_are_counted_through_errors_cancellations_and_repetitions(
+async def test_awaited_rollouts_are_counted_through_errors_cancellations_and_repetitions(
     redis_url: str, job: FakeJob
 ) -> None:
-    async def trainer() -> None:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            with pytest.raises(ZeroDivisionError):
-                async with client.step(0, PROMPTS):
-                    await asyncio.to_thread(job.wait_for_requests, 3)
-                    await asyncio.to_thread(wait_for, lambda: client.num_awaited == 6)
-                    raise ZeroDivisionError
-            assert 0 == client.num_awaited
-            with job.serving():
-                await client.generate(PROMPTS, step=0)
-            assert 0 == client.num_awaited
-            async with client.step(1, PROMPTS) as step:
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        with pytest.raises(ZeroDivisionError):
+            async with client.step(0, PROMPTS):
                 await asyncio.to_thread(job.wait_for_requests, 3)
-                await step.cancel()
-                assert 6 == client.num_awaited
-            assert 0 == client.num_awaited
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            with job.serving():
-                await client.generate(PROMPTS, step=0)
-            assert 0 == client.num_awaited
-
-    run(trainer())
+                await asyncio.to_thread(wait_for, lambda: client.num_awaited == 6)
+                raise ZeroDivisionError
+        assert 0 == client.num_awaited
+        with job.serving():
+            await client.generate(PROMPTS, step=0)
+        assert 0 == client.num_awaited
+        async with client.step(1, PROMPTS) as step:
+            await asyncio.to_thread(job.wait_for_requests, 3)
+            await step.cancel()
+            assert 6 == client.num_awaited
+        assert 0 == client.num_awaited
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        with job.serving():
+            await client.generate(PROMPTS, step=0)
+        assert 0 == client.num_awaited
 
 
 def test_a_restarted_trainer_knows_the_newest_step(redis_url: str, job: FakeJob) -> None:

@@ -1,9 +1,11 @@
-"""Steps: requests are sent, and rollouts are routed to the step that requested them."""
+"""Steps: prompts become requests, and rollouts are routed to the step, or the trajectory, that requested them."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,17 +14,24 @@ from rollout_api import (
     Cancel,
     FinishReason,
     InvalidRequestError,
+    Partial,
     Prompt,
     Purpose,
+    RequestRefusedError,
     Rollout,
     RolloutClient,
+    RolloutClientError,
     RolloutRequest,
+    RolloutsFailedError,
     Sampling,
     StepProgress,
+    UnreadableResultError,
+    WeightSpan,
 )
 from rollout_api.client.prompts import SamplingOverrides
 from tests.support.client_tests import PROMPTS, num_results, run
-from tests.support.fake_job import FakeJob
+from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.waiting import wait_for
 
 
 def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClient, job: FakeJob) -> None:
@@ -42,20 +51,6 @@ def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClie
     assert {threading.get_ident()} == threads
     assert (9, 9, 27) == (seen[-1].done, seen[-1].total, seen[-1].tokens)
     assert 0 == num_results(job)
-
-
-def test_generate_returns_the_most_likely_tokens_at_each_position(client: RolloutClient, job: FakeJob) -> None:
-    likely = [{1: -0.5, 7: -1.5}] * 3
-
-    def answer(request: RolloutRequest) -> None:
-        assert 2 == request.sampling.top_logprobs
-        rollout = job.make_rollout(request, 0)
-        job.keep(request, rollout.model_copy(update={"ranks": [1] * 3, "top_logprobs": likely}))
-        job.delete_request(request)
-
-    with job.serving(answer):
-        [[rollout]] = client.generate([[1, 2]], step=0, n=1, top_logprobs=2)
-    assert (likely, [1] * 3) == (rollout.top_logprobs, rollout.ranks)
 
 
 def test_rollouts_are_yielded_in_the_order_in_which_they_finish(redis_url: str, job: FakeJob) -> None:
@@ -131,22 +126,19 @@ def test_each_client_receives_its_own_rollouts(redis_url: str, job: FakeJob) -> 
     assert 12 == len(set(job.sampled)) == len(job.sampled)
 
 
-def test_several_steps_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
-    async def trainer() -> None:
-        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-            earlier = await client.step(1, PROMPTS).start()
-            later = await client.step(2, PROMPTS).start()
-            requests = await asyncio.to_thread(job.wait_for_requests, 6)
-            for request in reversed(requests):
-                job.answer(request)
-            assert 6 == len([rollout async for rollout in earlier])
-            assert 6 == len([rollout async for rollout in later])
-            await later.end()
-            assert 6 == num_results(job)
-            await earlier.end()
-            assert 0 == num_results(job)
-
-    run(trainer())
+async def test_several_steps_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        earlier = await client.step(1, PROMPTS).start()
+        later = await client.step(2, PROMPTS).start()
+        requests = await asyncio.to_thread(job.wait_for_requests, 6)
+        for request in reversed(requests):
+            job.answer(request)
+        assert 6 == len([rollout async for rollout in earlier])
+        assert 6 == len([rollout async for rollout in later])
+        await later.end()
+        assert 6 == num_results(job)
+        await earlier.end()
+        assert 0 == num_results(job)
 
 
 def test_training_and_evaluation_may_share_a_step_number(client: RolloutClient, job: FakeJob) -> None:
@@ -226,14 +218,191 @@ def test_step_left_early_cancels_and_drops_the_rest(
     assert 0 == num_results(job)
 
 
-def test_deadline_is_sent_and_its_finish_reason_returned(client: RolloutClient, job: FakeJob) -> None:
-    deadlines: list[float | None] = []
+OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected_error"),
+    [
+        ([], "step 3, prompt 1: no token ids"),
+        ([1, VOCABULARY], "prompt 1: token id 1000 at position 1 is not in the vocabulary of das/tiny, which has 1000"),
+        ([1, -1], "token id -1 at position 1"),
+        ([1.5], "token ids must be a sequence of integers"),
+        ("text", "token ids must be a sequence of integers"),
+        ([1] * 200, "200 prompt tokens and max_tokens = 64 exceed the job's 256"),
+        (Prompt([1], sampling={"temperature": -1}), r"prompt 1: sampling\.temperature"),
+        (Prompt([1], sampling={"colour": 1}), r"prompt 1: sampling\.colour"),
+        (
+            Prompt([1], sampling={"temprature": 1}),
+            r"prompt 1: sampling\.temprature: unknown field; did you mean temperature\?",
+        ),
+        (Prompt([1], sampling={"n": 2000}), "allows at most 1500 open rollouts"),
+        (Prompt([1], sampling={"min_tokens": 65}), r"sampling\.min_tokens"),
+        (
+            Prompt([1], sampling={"stop_token_ids": [VOCABULARY]}),
+            r"sampling\.stop_token_ids: token id 1000 is not in the vocabulary of",
+        ),
+        (
+            Prompt([1], sampling={"logit_bias": {-1: 1.0}}),
+            r"sampling\.logit_bias: token id -1 is not in the vocabulary of",
+        ),
+        (
+            Prompt([1], sampling={"n": 1}, prefix=OUT_OF_VOCABULARY),
+            r"prompt 1: prefix: token id 1000 at position 0 is not in the vocabulary of",
+        ),
+        (Prompt([1], priority=2**40), "prompt 1: priority"),
+        (Prompt([1], problem_id="p" * 300), "prompt 1: problem_id"),
+        (Prompt([1], sampling={"stop": ["x" * 5000]}), r"has \d+ bytes, but the job allows at most 4096"),
+    ],
+)
+def test_invalid_prompt_is_rejected_before_anything_is_sent(redis_url: str, prompt: Any, expected_error: str) -> None:
+    job = FakeJob(redis_url, max_rollouts=1500)
+    with (
+        RolloutClient.connect(redis_url, job.name) as client,
+        pytest.raises(InvalidRequestError, match=expected_error),
+        client.step(3, [[1], prompt]),
+    ):
+        pass
+    assert [] == job.requests()
+
+
+def test_token_ids_may_be_arrays(client: RolloutClient, job: FakeJob) -> None:
+    numpy = pytest.importorskip("numpy")
+    with job.serving():
+        [group] = client.generate(numpy.array([[1, 2, 3]]), step=0)
+    assert 2 == len(group)
+
+
+def test_refusals_are_raised_after_the_other_rollouts(client: RolloutClient, job: FakeJob) -> None:
+    def refuse_two(request: RolloutRequest) -> None:
+        if request.prompt_token_ids == [1, 2, 3]:
+            job.answer(request)
+            return
+        job.refuse(request, "not today")
+
+    rollouts: list[Rollout] = []
+    with (
+        job.serving(refuse_two),
+        pytest.raises(RequestRefusedError, match=r"refused 2 requests.*not today") as refused,
+        client.step(0, PROMPTS) as step,
+    ):
+        rollouts.extend(step)
+    assert 2 == len(rollouts)
+    assert 2 == len(refused.value.refusals)
+    assert all(reason == "not today" for reason in refused.value.refusals.values())
+    with job.serving():  # a refused request may be sent again
+        assert 6 == sum(map(len, client.generate(PROMPTS, step=0)))
+
+
+def fail_the_second_sample(job: FakeJob, request: RolloutRequest) -> None:
+    job.answer(request, [0])
+    job.answer(request, [1], length=0, finish_reason=FinishReason.FAILED)
+
+
+def test_failed_rollouts_are_an_error_that_has_the_others(client: RolloutClient, job: FakeJob) -> None:
+    with (
+        job.serving(partial(fail_the_second_sample, job)),
+        pytest.raises(RolloutsFailedError, match=r"3 rollouts of 6 failed: .*allow_failed") as failed,
+    ):
+        client.generate(PROMPTS, step=0)
+    assert [[FinishReason.STOP, FinishReason.FAILED]] * 3 == [
+        [rollout.finish_reason for rollout in group] for group in failed.value.groups
+    ]
+    assert 3 == len(failed.value.failures)
+    wait_for(lambda: num_results(job) == 0)
+
+
+def test_failed_rollouts_are_returned_if_they_are_allowed(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(partial(fail_the_second_sample, job)):
+        groups = client.generate(PROMPTS, step=0, allow_failed=True)
+    assert [[FinishReason.STOP, FinishReason.FAILED]] * 3 == [
+        [rollout.finish_reason for rollout in group] for group in groups
+    ]
+
+
+def test_unreadable_result_does_not_lose_the_others(client: RolloutClient, job: FakeJob) -> None:
+    rollouts: list[Rollout] = []
+    with (
+        pytest.raises(UnreadableResultError, match=r"1 result could not be read: .*, sample 0"),
+        client.step(0, PROMPTS) as step,
+    ):
+        broken, *others = job.wait_for_requests(3)
+        job.keep_bytes(broken, 0, b"rubbish")
+        job.answer(broken, [1])
+        for request in others:
+            job.answer(request)
+        rollouts.extend(step)
+    assert 5 == len(rollouts)
+    assert 6 == num_results(job)
+
+
+def test_trajectory_masks_the_environments_tokens(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(), client.step(0) as step:
+        both = [step.trajectory([1, 2], problem_id="maze"), step.trajectory([1, 2], problem_id="maze")]
+        first = step.turn(both, sampling={"logprobs": True})
+        both[0].observe([50, 51])
+        [second] = step.turn([both[0]])
+        sent = {(rollout.problem_id, rollout.rollout_id.rsplit("/", 1)[1]) for rollout in [*first, second]}
+    assert {("maze", "0"), ("maze", "1")} == sent
+    trajectory = both[0]
+    assert [1, 1, 1, 50, 51, 1, 1, 1] == trajectory.response_token_ids
+    assert [1, 1, 1, 0, 0, 1, 1, 1] == trajectory.mask
+    assert [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3 == trajectory.logprobs
+    assert [1, 2, *trajectory.response_token_ids] == trajectory.context
+    assert 3 == len(job.sampled)
+    assert 0 == num_results(job)
+
+
+def test_a_trajectory_without_log_probabilities_has_none(client: RolloutClient, job: FakeJob) -> None:
+    """A log-probability of 0.0 would mean that the model was certain."""
 
     def answer(request: RolloutRequest) -> None:
-        deadlines.append(request.deadline_seconds)
-        job.answer(request, length=0, finish_reason=FinishReason.DEADLINE)
+        rollout = job.make_rollout(request, 0)
+        job.keep(request, rollout.model_copy(update={"logprobs": None}) if request.turn else rollout)
+        job.delete_request(request)
 
-    with job.serving(answer):
-        [group] = client.generate([[1]], step=0, deadline_seconds=2.5)
-    assert [2.5] == deadlines
-    assert [(FinishReason.DEADLINE, [])] * 2 == [(rollout.finish_reason, rollout.token_ids) for rollout in group]
+    with job.serving(answer), client.step(0) as step:
+        trajectory = step.trajectory([1, 2])
+        step.turn([trajectory])
+        trajectory.observe([9])
+        assert [-0.5] * 3 + [0.0] == trajectory.logprobs
+        step.turn([trajectory])
+        trajectory.observe([9])
+        assert trajectory.logprobs is None
+    assert 8 == len(trajectory.mask) == len(trajectory.response_token_ids)
+
+
+def test_turns_name_their_trajectory(client: RolloutClient, job: FakeJob) -> None:
+    seen: list[RolloutRequest] = []
+
+    def answer(request: RolloutRequest) -> None:
+        seen.append(request)
+        job.answer(request)
+
+    with job.serving(answer), client.step(2) as step:
+        trajectory = step.trajectory([1, 2])
+        step.turn([trajectory])
+        trajectory.observe([9])
+        step.turn([trajectory])
+    assert ["trainer:2:t0"] * 2 == [request.trajectory_id for request in seen]
+    assert [0, 1] == [request.turn for request in seen]
+    assert [[1, 2], [1, 2, 1, 1, 1, 9]] == [request.prompt_token_ids for request in seen]
+    assert seen[0].problem == seen[1].problem
+    assert [1, 1] == [request.sampling.n for request in seen]
+
+
+def test_refused_turn_is_an_error(client: RolloutClient, job: FakeJob) -> None:
+    def refuse(request: RolloutRequest) -> None:
+        job.refuse(request, "no")
+
+    with job.serving(refuse), client.step(0) as step, pytest.raises(RequestRefusedError, match="no"):
+        step.turn([step.trajectory([1])])
+    with client.step(1) as step, pytest.raises(InvalidRequestError, match="trajectory trainer:1:t0, turn 0"):
+        step.turn([step.trajectory([VOCABULARY])])
+
+
+def test_turn_of_a_cancelled_step_is_not_awaited(client: RolloutClient, job: FakeJob) -> None:
+    with client.step(0) as step:
+        step.cancel()
+        with pytest.raises(RolloutClientError, match="was cancelled before this turn was sent"):
+            step.turn([step.trajectory([1])])

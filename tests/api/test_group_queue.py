@@ -1,18 +1,22 @@
-"""The queue that keeps groups of rollouts in flight."""
+"""Groups of rollouts: which ones a step takes, and the queue that keeps them in flight."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout_api import (
     AsyncGroupQueue,
     AsyncRolloutClient,
     FinishReason,
+    Groups,
     InvalidRequestError,
     Prompt,
     Rewards,
@@ -24,6 +28,7 @@ from rollout_api import (
     WeightUpdate,
     encode,
 )
+from rollout_api.client.groups import GroupCollector, GroupOrder
 from tests.support.client_tests import num_results, run
 from tests.support.fake_job import VOCABULARY, FakeJob
 
@@ -65,26 +70,20 @@ class QueueHarness:
             self.job.redis.hset(self.job.keys.weights, "full", encode(update))
 
 
-@pytest.fixture
-def queue_test(redis_url: str, job: FakeJob) -> Callable[..., None]:
-    def run_test(scenario: Callable[[QueueHarness], Any]) -> None:
-        async def connected() -> None:
-            async with AsyncRolloutClient.connect(redis_url, job.name) as client:
-                harness = QueueHarness(job, client)
-                harness.publish(0)
-                await scenario(harness)
-
-        run(connected())
-
-    return run_test
+@asynccontextmanager
+async def queue_harness(redis_url: str, job: FakeJob) -> AsyncIterator[QueueHarness]:
+    async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+        harness = QueueHarness(job, client)
+        harness.publish(0)
+        yield harness
 
 
 def numbers(groups: Sequence[Any]) -> list[int]:
     return [group.number for group in groups]
 
 
-def test_finished_groups_are_taken_and_others_requested_in_their_place(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_finished_groups_are_taken_and_others_requested_in_their_place(redis_url: str, job: FakeJob) -> None:
+    async with queue_harness(redis_url, job) as harness:
         async with harness.client.group_queue(PROMPTS, max_in_flight=3, first_step=10) as queue:
             assert [0, 1, 2] == [position(request) for request in await harness.requests(3)]
             await harness.answer(1)
@@ -101,41 +100,39 @@ def test_finished_groups_are_taken_and_others_requested_in_their_place(queue_tes
             assert [] == await queue.take(1)
         assert 0 == num_results(harness.job)
 
-    queue_test(scenario)
+
+async def test_groups_can_be_taken_in_the_order_of_their_prompts(redis_url: str, job: FakeJob) -> None:
+    async with (
+        queue_harness(redis_url, job) as harness,
+        harness.client.group_queue(PROMPTS, max_in_flight=3, order="in_order") as queue,
+    ):
+        await harness.requests(3)
+        await harness.answer(2, 1)
+        first = asyncio.ensure_future(queue.take(2))
+        await asyncio.sleep(0.3)
+        assert not first.done()
+        await harness.answer(0)
+        assert [0, 1] == numbers(await first)
+        assert [2] == numbers(await queue.take(1))
 
 
-def test_groups_can_be_taken_in_the_order_of_their_prompts(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
-        async with harness.client.group_queue(PROMPTS, max_in_flight=3, order="in_order") as queue:
-            await harness.requests(3)
-            await harness.answer(2, 1)
-            first = asyncio.ensure_future(queue.take(2))
-            await asyncio.sleep(0.3)
-            assert not first.done()
-            await harness.answer(0)
-            assert [0, 1] == numbers(await first)
-            assert [2] == numbers(await queue.take(1))
-
-    queue_test(scenario)
-
-
-def test_the_staleness_of_a_group_is_that_of_its_oldest_token(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
-        async with harness.client.group_queue(PROMPTS[:2], max_in_flight=2) as queue:
-            await harness.requests(2)
-            harness.publish(7)
-            await harness.answer(0, versions=(7, 5))
-            [group] = await queue.take(1)
-            assert (7, 2) == (group.newest_version, group.staleness)
-            await harness.answer(1, versions=(7, 7))
-            harness.publish(8)  # while the group waits
-            assert [1] == [group.staleness for group in await queue.take(1)]
-
-    queue_test(scenario)
+async def test_the_staleness_of_a_group_is_that_of_its_oldest_token(redis_url: str, job: FakeJob) -> None:
+    async with (
+        queue_harness(redis_url, job) as harness,
+        harness.client.group_queue(PROMPTS[:2], max_in_flight=2) as queue,
+    ):
+        await harness.requests(2)
+        harness.publish(7)
+        await harness.answer(0, versions=(7, 5))
+        [group] = await queue.take(1)
+        assert (7, 2) == (group.newest_version, group.staleness)
+        await harness.answer(1, versions=(7, 7))
+        harness.publish(8)  # while the group waits
+        assert [1] == [group.staleness for group in await queue.take(1)]
 
 
-def test_groups_that_are_too_stale_are_replaced(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_groups_that_are_too_stale_are_replaced(redis_url: str, job: FakeJob) -> None:
+    async with queue_harness(redis_url, job) as harness:
         harness.publish(9)
         async with harness.client.group_queue(PROMPTS, max_in_flight=2, max_staleness=1) as queue:
             assert [1, 1] == [request.max_staleness for request in await harness.requests(2)]
@@ -145,17 +142,13 @@ def test_groups_that_are_too_stale_are_replaced(queue_test: Callable[..., None])
             assert 1 == queue.num_stale
             assert [2, 3] == [position(request) for request in await harness.requests(2)]
 
-    queue_test(scenario)
 
-
-def test_prompts_with_bounds_of_their_own_keep_them(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_prompts_with_bounds_of_their_own_keep_them(redis_url: str, job: FakeJob) -> None:
+    async with queue_harness(redis_url, job) as harness:
         prompts = [Prompt([1], max_staleness=3), Prompt([2], weight_version=0)]
         async with harness.client.group_queue(prompts, max_in_flight=2, max_staleness=1):
             sent = await harness.requests(2)
         assert [(3, None), (None, 0)] == [(request.max_staleness, request.weight_version) for request in sent]
-
-    queue_test(scenario)
 
 
 def by_prompt(prompt: Prompt, rollouts: list[Rollout]) -> list[float]:
@@ -169,8 +162,8 @@ async def by_prompt_later(prompt: Prompt, rollouts: list[Rollout]) -> list[float
 
 
 @pytest.mark.parametrize("reward", [by_prompt, by_prompt_later])
-def test_dynamic_sampling_replaces_groups_with_equal_rewards(queue_test: Callable[..., None], reward: Any) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_dynamic_sampling_replaces_groups_with_equal_rewards(redis_url: str, job: FakeJob, reward: Any) -> None:
+    async with queue_harness(redis_url, job) as harness:
         queue = harness.client.group_queue(PROMPTS, max_in_flight=2, reward=reward, dynamic_sampling=True)
         async with queue:
             await harness.requests(2)
@@ -189,55 +182,54 @@ def test_dynamic_sampling_replaces_groups_with_equal_rewards(queue_test: Callabl
             encode(Rewards(rewards={groups[0].rollouts[0].rollout_id: 0.0, first: 1.0})) == one for one in reported
         )
 
-    queue_test(scenario)
+
+async def test_groups_that_failed_are_replaced_until_too_many_fail(redis_url: str, job: FakeJob) -> None:
+    async with (
+        queue_harness(redis_url, job) as harness,
+        harness.client.group_queue(([1] for _ in count()), max_in_flight=1) as queue,
+    ):
+        await harness.requests(1)
+        await harness.answer(0, finish_reason=FinishReason.FAILED)
+        await harness.answer(0)
+        [group] = await queue.take(1)
+        assert (1, 1) == (group.number, queue.num_failed)
+
+        def fail(request: RolloutRequest) -> None:
+            harness.job.answer(request, finish_reason=FinishReason.FAILED)
+
+        with harness.job.serving(fail), pytest.raises(RolloutClientError, match="the last 16 groups have failed"):
+            await queue.take(1)
 
 
-def test_groups_that_failed_are_replaced_until_too_many_fail(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
-        async with harness.client.group_queue(([1] for _ in count()), max_in_flight=1) as queue:
-            await harness.requests(1)
-            await harness.answer(0, finish_reason=FinishReason.FAILED)
-            await harness.answer(0)
-            [group] = await queue.take(1)
-            assert (1, 1) == (group.number, queue.num_failed)
-
-            def fail(request: RolloutRequest) -> None:
-                harness.job.answer(request, finish_reason=FinishReason.FAILED)
-
-            with harness.job.serving(fail), pytest.raises(RolloutClientError, match="the last 16 groups have failed"):
-                await queue.take(1)
-
-    queue_test(scenario)
+async def test_an_interrupted_call_loses_no_group(redis_url: str, job: FakeJob) -> None:
+    async with (
+        queue_harness(redis_url, job) as harness,
+        harness.client.group_queue(PROMPTS, max_in_flight=2) as queue,
+    ):
+        await harness.requests(2)
+        await harness.answer(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.take(2), 1)
+        await harness.answer(1)
+        assert [0, 1] == numbers(await queue.take(2))
 
 
-def test_an_interrupted_call_loses_no_group(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
-        async with harness.client.group_queue(PROMPTS, max_in_flight=2) as queue:
-            await harness.requests(2)
-            await harness.answer(0)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(queue.take(2), 1)
-            await harness.answer(1)
-            assert [0, 1] == numbers(await queue.take(2))
-
-    queue_test(scenario)
-
-
-def test_a_prompt_that_the_job_cannot_serve_is_an_error_once(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
-        async with harness.client.group_queue([[1], [VOCABULARY], [3]], max_in_flight=1) as queue:
-            await harness.answer(0)
-            with pytest.raises(InvalidRequestError, match="step 1, prompt 0: token id 1000"):
-                await queue.take(1)
-            assert [0] == numbers(await queue.take(1))
-            await harness.answer(2)
-            assert [2] == numbers(await queue.take(1))
-
-    queue_test(scenario)
+async def test_a_prompt_that_the_job_cannot_serve_is_an_error_once(redis_url: str, job: FakeJob) -> None:
+    async with (
+        queue_harness(redis_url, job) as harness,
+        harness.client.group_queue([[1], [VOCABULARY], [3]], max_in_flight=1) as queue,
+    ):
+        await harness.answer(0)
+        with pytest.raises(InvalidRequestError, match="step 1, prompt 0: token id 1000"):
+            await queue.take(1)
+        assert [0] == numbers(await queue.take(1))
+        await harness.answer(2)
+        assert [2] == numbers(await queue.take(1))
 
 
-def test_an_error_in_the_reward_function_is_raised(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_an_error_in_the_reward_function_is_raised(redis_url: str, job: FakeJob) -> None:
+    async with queue_harness(redis_url, job) as harness:
+
         def broken(prompt: Prompt, rollouts: list[Rollout]) -> list[float]:
             return [0.0] if prompt.token_ids == [1] else [0.0, 1.0]
 
@@ -249,11 +241,9 @@ def test_an_error_in_the_reward_function_is_raised(queue_test: Callable[..., Non
             await harness.answer(1)
             assert [1] == numbers(await queue.take(1))
 
-    queue_test(scenario)
 
-
-def test_leaving_the_queue_cancels_what_is_in_flight(queue_test: Callable[..., None]) -> None:
-    async def scenario(harness: QueueHarness) -> None:
+async def test_leaving_the_queue_cancels_what_is_in_flight(redis_url: str, job: FakeJob) -> None:
+    async with queue_harness(redis_url, job) as harness:
         async with harness.client.group_queue(PROMPTS, max_in_flight=2) as queue:
             requests = await harness.requests(2)
         cancelled = {name for message in harness.job.control_messages() for name in message.request_ids}
@@ -261,8 +251,6 @@ def test_leaving_the_queue_cancels_what_is_in_flight(queue_test: Callable[..., N
         assert 0 == queue.num_in_flight
         with pytest.raises(RolloutClientError, match="the queue is not open"):
             await queue.take(1)
-
-    queue_test(scenario)
 
 
 def test_a_restarted_trainer_receives_the_groups_that_were_not_taken(redis_url: str, job: FakeJob) -> None:
@@ -304,3 +292,76 @@ def test_the_synchronous_client_has_the_same_queue(client: RolloutClient, job: F
 def test_arguments_are_checked(client: RolloutClient, options: dict[str, Any], expected_error: str) -> None:
     with pytest.raises(InvalidRequestError, match=expected_error):
         client.group_queue(PROMPTS, **options)
+
+
+def rollout(group: int, sample: int, finish_reason: FinishReason = FinishReason.STOP, length: int = 1) -> Rollout:
+    return Rollout(
+        rollout_id=f"job/{group}/{sample}/0",
+        problem_id=str(group),
+        token_ids=[1] * length,
+        weight_spans=[WeightSpan(start=0, weight_version=0)],
+        finish_reason=finish_reason,
+    )
+
+
+def collect(sizes: list[int], min_complete: int, order: GroupOrder, arrivals: list[tuple[int, Rollout]]) -> Groups:
+    """Return what is collected until enough groups are complete; the rest of the step is cancelled."""
+    collector = GroupCollector(sizes, min_complete, order)
+    for group, arrived in arrivals:
+        if collector.should_stop:
+            arrived = arrived.model_copy(update={"finish_reason": FinishReason.CANCELLED})
+        collector.add(group, arrived)
+    return collector.groups()
+
+
+def test_in_order_waits_for_the_first_groups_and_sets_others_aside() -> None:
+    arrivals = [(2, rollout(2, 0)), (1, rollout(1, 0)), (3, rollout(3, 0)), (0, rollout(0, 0)), (4, rollout(4, 0))]
+    ready_first = collect([1] * 5, 2, GroupOrder.READY_FIRST, arrivals)
+    assert {1, 2} == ready_first.complete.keys()
+    assert {} == ready_first.surplus
+    in_order = collect([1] * 5, 2, GroupOrder.IN_ORDER, arrivals)
+    assert {0, 1} == in_order.complete.keys()
+    assert {2, 3} == in_order.surplus.keys()
+    assert {4} == in_order.partial.keys()
+    assert [0, 1, 2, 3, 4] == [int(group[0].problem_id) for group in in_order.in_order()]
+
+
+def test_in_order_passes_over_groups_that_have_ended_incompletely() -> None:
+    arrivals = [
+        (0, rollout(0, 0)),
+        (0, rollout(0, 1, FinishReason.FAILED)),
+        (1, rollout(1, 1)),
+        (2, rollout(2, 0)),
+        (1, rollout(1, 0)),
+        (2, rollout(2, 1)),
+    ]
+    groups = collect([2, 2, 2], 1, GroupOrder.IN_ORDER, arrivals)
+    assert {1} == groups.complete.keys()
+    assert {0, 2} == groups.partial.keys()
+
+
+@given(st.permutations(range(12)), st.integers(1, 6))
+def test_only_ready_first_prefers_groups_that_finish_early(finished: list[int], min_complete: int) -> None:
+    arrivals = [(group, rollout(group, 0)) for group in finished]
+    assert (
+        set(finished[:min_complete])
+        == collect([1] * 12, min_complete, GroupOrder.READY_FIRST, arrivals).complete.keys()
+    )
+    assert set(range(min_complete)) == collect([1] * 12, min_complete, GroupOrder.IN_ORDER, arrivals).complete.keys()
+
+
+def test_a_step_is_collected_in_the_order_of_its_prompts(client: RolloutClient, job: FakeJob) -> None:
+    def answer(request: RolloutRequest) -> None:
+        # The last prompt is answered first, and the first one only then.
+        if request.prompt_token_ids == PROMPTS[2] or len(job.answered):
+            job.answer(request)
+
+    with job.serving(answer), client.step(0, PROMPTS[:3]) as step:
+        groups = step.collect(min_complete_groups=1, order="in_order")
+    assert {0} == groups.complete.keys()
+    assert 2 in groups.surplus
+    with (
+        pytest.raises(InvalidRequestError, match="order: 'fifo' is not one of ready_first, in_order"),
+        client.step(1) as step,
+    ):
+        step.collect(1, order="fifo")

@@ -1,14 +1,27 @@
-"""Length statistics: compared with a textbook Kaplan–Meier estimate in exact fractions, and their invariants."""
+"""Statistics of lengths and rewards, compared with their definitions, and the encoding of their entries."""
 
 from __future__ import annotations
 
+import logging
+import math
+import struct
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api import LengthClass, LengthStats
+from rollout_api import LengthClass, LengthStats, RewardStats
+from rollout_api.protocol.history_encoding import (
+    ENTRY_BYTES,
+    KEY_BYTES,
+    LengthEntry,
+    pack_entry,
+    pack_recent,
+    rollout_key,
+    unpack_entries,
+    unpack_recent,
+)
 
 CAP = 40
 Lengths = list[tuple[int, int, bool]]
@@ -98,60 +111,7 @@ def test_survival_decreases(lengths: Lengths, one: float, other: float, so_far: 
     assert 1 >= stats.prob_longer_than(fewer, so_far=so_far) >= stats.prob_longer_than(more, so_far=so_far) >= 0
 
 
-@given(some_lengths, st.floats(0, CAP + 5), st.floats(0, CAP + 5))
-def test_survival_up_to_the_current_length_is_one(lengths: Lengths, so_far: float, less: float) -> None:
-    stats = LengthStats.from_lengths(lengths)
-    assert (
-        1 == stats.prob_longer_than(so_far, so_far=so_far) == stats.prob_longer_than(min(less, so_far), so_far=so_far)
-    )
-
-
-@given(at_least_one, st.randoms())
-def test_order_of_rollouts_is_irrelevant(lengths: Lengths, random: object) -> None:
-    shuffled = list(lengths)
-    random.shuffle(shuffled)
-    stats, other = LengthStats.from_lengths(lengths), LengthStats.from_lengths(shuffled)
-    assert [stats.prob_longer_than(at) for at in range(CAP)] == pytest.approx(
-        [other.prob_longer_than(at) for at in range(CAP)]
-    )
-
-
-@given(at_least_one, st.integers(1, 100))
-def test_distance_between_generations_is_irrelevant(lengths: Lengths, apart: int) -> None:
-    """A problem that is sampled in every hundredth generation is described as well as one that is sampled in each."""
-    stretched = [(apart * generation, length, cut_off) for generation, length, cut_off in lengths]
-    assert LengthStats.from_lengths(lengths) == LengthStats.from_lengths(stretched)
-
-
-@given(some_lengths)
-def test_truncation_changes_nothing_below_the_limit(lengths: Lengths) -> None:
-    cap = CAP // 2
-    capped = [(g, min(length, cap), cut_off or length > cap) for g, length, cut_off in lengths]
-    whole, cut = LengthStats.from_lengths(lengths), LengthStats.from_lengths(capped)
-    assert [whole.prob_longer_than(at) for at in range(cap)] == pytest.approx(
-        [cut.prob_longer_than(at) for at in range(cap)]
-    )
-
-
 # Censored rollouts.
-
-
-def test_censored_rollout_is_not_counted_as_ended() -> None:
-    stats = LengthStats.from_lengths([(0, 100, False), (0, 200, False), (0, 400, True), (0, 400, True)])
-    assert [0.75, 0.5, 0.5, 0.5] == [stats.prob_longer_than(than) for than in (100, 200, 400, 10**9)]
-    assert [100, 200, None] == [stats.quantile(p) for p in (0.25, 0.5, 0.51)]
-    assert (0.5, 400, 275) == (stats.censored_share, stats.longest, stats.mean)
-
-
-def test_rollout_censored_at_the_length_of_an_end_counts_as_longer() -> None:
-    assert 0.5 == LengthStats.from_lengths([(0, 400, False), (0, 400, True)]).prob_longer_than(400)
-
-
-def test_only_censored_rollouts() -> None:
-    stats = LengthStats.from_lengths([(0, 64, True)] * 5)
-    assert (5, 5.0, 1.0, 64.0, 64) == (stats.count, stats.weight, stats.censored_share, stats.mean, stats.longest)
-    assert [1, 1] == [stats.prob_longer_than(63), stats.prob_longer_than(1000, so_far=64)]
-    assert stats.quantile(0.01) is None
 
 
 def test_without_rollouts_no_end_is_expected() -> None:
@@ -161,23 +121,7 @@ def test_without_rollouts_no_end_is_expected() -> None:
     assert stats.quantile(0.5) is None
 
 
-def test_rollout_longer_than_all_others_is_expected_to_continue() -> None:
-    stats = ended(10, 20)
-    assert [0.5, 0, 1, 1] == [
-        stats.prob_longer_than(than, so_far=so_far) for than, so_far in [(15, 5), (20, 5), (21, 20), (9, 8)]
-    ]
-    assert (20, None) == (stats.quantile(0.5, so_far=10), stats.quantile(0.5, so_far=20))
-
-
 # Age.
-
-
-def test_weight_halves_after_four_generations() -> None:
-    stats = LengthStats.from_lengths([(generation, 10 if generation else 20, True) for generation in range(5)])
-    assert 0.5 + sum(0.5 ** (age / 4) for age in range(4)) == pytest.approx(stats.weight)
-    between = LengthStats.from_lengths([(900, 10, False), (0, 20, False)])
-    assert 1 + 0.5**0.25 == pytest.approx(between.weight), "generations without rollouts are not counted"
-    assert 0.5**0.25 / between.weight == pytest.approx(between.prob_longer_than(10))
 
 
 def test_tail_known_only_from_old_rollouts_is_kept() -> None:
@@ -255,3 +199,107 @@ def test_longer_rollouts_have_no_shorter_class(problem: Lengths, others: Lengths
 def test_quantile_rejects_invalid_probabilities(p: float) -> None:
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         ended(1).quantile(p)
+
+
+rewards = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False)
+entries = st.lists(
+    st.builds(LengthEntry, st.just(b"rollout_"), st.integers(0, 5), st.integers(1, 99), st.booleans(), rewards)
+)
+
+
+@given(entries, st.floats(-1e30, 1e30), st.integers(-2, 7))
+def test_statistics_follow_their_definitions(entries: list[LengthEntry], threshold: float, oldest: int) -> None:
+    stats = RewardStats.from_entries(entries, threshold=threshold, oldest_generation=oldest)
+    counted = [entry for entry in entries if entry.generation >= oldest]
+    known = [entry.reward for entry in counted if entry.reward is not None]
+    assert (len(counted), len(known)) == (stats.num_rollouts, stats.count)
+    if not known:
+        assert (None, None, None) == (stats.mean, stats.pass_rate, stats.newest_generation)
+        return
+    assert stats.mean is not None
+    assert math.isclose(sum(known) / len(known), stats.mean, rel_tol=1e-6, abs_tol=1e-6 * max(map(abs, known)))
+    [rounded] = struct.unpack("<f", struct.pack("<f", threshold))
+    assert sum(reward >= rounded for reward in known) / len(known) == stats.pass_rate
+    assert max(entry.generation for entry in counted if entry.reward is not None) == stats.newest_generation
+
+
+@given(st.floats(-1e30, 1e30))
+def test_reward_reaches_the_threshold_of_the_same_value(reward: float) -> None:
+    [stored] = struct.unpack("<f", struct.pack("<f", reward))
+    stats = RewardStats.from_entries([LengthEntry(b"rollout_", 1, 1, False, stored)], threshold=reward)
+    assert stats.pass_rate == 1.0
+
+
+@pytest.mark.parametrize(("threshold", "share"), [(1e300, 0.0), (-1e300, 1.0)])
+def test_threshold_beyond_binary32(threshold: float, share: float) -> None:
+    entry = LengthEntry(b"rollout_", 1, 1, False, 3.0e38)
+    assert share == RewardStats.from_entries([entry], threshold=threshold).pass_rate
+
+
+def test_infinite_rewards_of_other_programs_are_ignored() -> None:
+    entries = [LengthEntry(b"rollout_", 1, 1, False, reward) for reward in (math.inf, 1.0)]
+    stats = RewardStats.from_entries(entries)
+    assert (2, 1, 1.0) == (stats.num_rollouts, stats.count, stats.mean)
+
+
+lengths = st.integers(0, 2**31 - 1)
+recorded = st.tuples(st.text(max_size=20), lengths, st.booleans(), rewards)
+
+
+@given(st.dictionaries(st.integers(0, 2**53 - 1), st.lists(recorded, max_size=5), max_size=5))
+def test_entries_are_decoded_with_the_oldest_generation_first(
+    generations: dict[int, list[tuple[str, int, bool, float | None]]],
+) -> None:
+    stored = {
+        str(generation).encode(): b"".join(pack_entry(*rollout) for rollout in rollouts)
+        for generation, rollouts in generations.items()
+    }
+    expected = [
+        LengthEntry(rollout_key(rollout_id), generation, length, cut_off, reward)
+        for generation in sorted(generations)
+        for rollout_id, length, cut_off, reward in generations[generation]
+    ]
+    assert expected == unpack_entries(stored)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), lengths, st.booleans())))
+def test_recent_lengths_are_decoded_in_order(entries: list[tuple[int, int, bool]]) -> None:
+    assert entries == unpack_recent(pack_recent(*entry) for entry in entries)
+
+
+def test_entry_has_the_documented_layout() -> None:
+    entry = pack_entry("job/request/0/0", 300, True, 0.5)
+    assert (16, 8) == (ENTRY_BYTES, KEY_BYTES)
+    assert rollout_key("job/request/0/0") + bytes([0x59, 0x02, 0, 0]) + struct.pack("<f", 0.5) == entry
+    assert bytes([7, 0, 0, 0, 0x58, 0x02, 0, 0]) == pack_recent(7, 300, False)
+
+
+def test_keys_of_rollouts_are_distinct() -> None:
+    ids = [f"uid/request-{request}/{sample}/0" for request in range(50) for sample in range(20)]
+    assert len(ids) == len({rollout_key(one) for one in ids})
+
+
+@pytest.mark.parametrize(
+    ("field", "entries"),
+    [
+        (b"3", pack_entry("a", 1, False)[:-1]),
+        (b"-3", pack_entry("a", 1, False)),
+        (b"uid/request/0/0", b"3 120 stop"),
+        (b"", pack_entry("a", 1, False)),
+        (b"9" * 5000, pack_entry("a", 1, False)),
+    ],
+)
+def test_malformed_generation_is_skipped_and_reported(
+    field: bytes, entries: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = unpack_entries({field: entries, b"4": pack_entry("b", 9, True)})
+    assert [(4, 9, True)] == [(entry.generation, entry.length, entry.cut_off) for entry in read]
+    assert ["1 of 2 generations"] == [record.message[:18] for record in caplog.records]
+
+
+def test_malformed_recent_length_is_skipped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = unpack_recent([pack_recent(1, 5, False), b"short", pack_recent(2, 6, True)])
+    assert [(1, 5, False), (2, 6, True)] == read
+    assert ["1 of the latest rollouts' lengths"] == [record.message[:33] for record in caplog.records]

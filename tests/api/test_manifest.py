@@ -1,8 +1,9 @@
-"""Validation of manifests and its error messages."""
+"""Validation of manifests, its error messages, and the reference page."""
 
 from __future__ import annotations
 
 import copy
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
+from rollout_api.manifest.field_types import parse_quantity
+from rollout_api.manifest.spec import Source
 from rollout_tools.cli.job_address import check_manifest, read_manifest
+from scripts import manifest_docs
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 SHORTEST: dict[str, Any] = {
     "apiVersion": "das.rollout.dev/v1beta1",
@@ -49,7 +53,7 @@ def test_the_shortest_manifest_has_defaults_for_everything_else() -> None:
     assert (job.spec.source.dataset.epochs, job.spec.sampling.n) == (1, 8)
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_valid(example: Path) -> None:
     assert read_manifest(example).kind == "RolloutJob"
 
@@ -60,37 +64,23 @@ def test_every_example_is_valid(example: Path) -> None:
         ("apiVersion", "das.rollout.dev/v2", "apiVersion", "v1beta1"),
         ("kind", "Job", "kind", "RolloutJob"),
         ("metadata.name", "Not_A_Label", "metadata.name", "pattern"),
-        ("spec.model.uri", "", "spec.model.uri", "at least 1 character"),
         ("spec.modle", {}, "spec.modle", "unknown field; did you mean model?"),
-        ("spec.sampling.topP", 1.5, "spec.sampling.topP", "less than or equal to 1"),
         ("spec.sampling.topP", float("nan"), "spec.sampling.topP", "finite"),
-        ("spec.sampling.temperature", -1, "spec.sampling.temperature", "greater than or equal to 0"),
         ("spec.sampling.temprature", 1, "spec.sampling.temprature", "did you mean temperature?"),
         ("spec.workers.gpusPerWorkers", 1, "spec.workers.gpusPerWorkers", "did you mean gpusPerWorker?"),
         ("spec.sampling.minTokens", 5000, "spec.sampling.minTokens", "more than maxTokens"),
         ("spec.sampling.maxTokens", 4096, "spec.sampling.maxTokens", "no room for a prompt"),
         ("spec.sampling.minP", 0.1, "spec.sampling.minP", "speculation.policy: off"),
         ("spec.sampling.logitBias", {"3": 1.0}, "spec.sampling.logitBias", "speculation.policy: off"),
-        ("spec.sampling.rolloutsPerPrompt", 0, "spec.sampling.rolloutsPerPrompt", "greater than or equal to 1"),
-        ("spec.engine.dtype", "int8", "spec.engine.dtype", "float32"),
         ("spec.engine.kvCacheMemory", "4Zi", "spec.engine.kvCacheMemory", "16Gi"),
         ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),
         ("spec.speculation.indexBytes", "500m", "spec.speculation.indexBytes", "at least 1Mi"),
-        ("spec.workers.gpusPerWorker", -1, "spec.workers.gpusPerWorker", "greater than or equal to 0"),
-        ("spec.speculation.policy", "magic", "spec.speculation.policy", "'unlimited' or 'off'"),
-        ("spec.speculation.maxDraftTokens", 65, "spec.speculation.maxDraftTokens", "less than or equal to 64"),
-        ("spec.history.name", "UPPER", "spec.history.name", "pattern"),
         ("spec.redis.url", "http://redis", "spec.redis.url", "redis://"),
         ("metadata.name", "1st", "metadata.name", "pattern"),
         ("metadata.name", "a" * 46, "metadata.name", "at most 45"),
         ("spec.workers.minReplicas", 2, "spec.workers.minReplicas", "more than replicas"),
-        ("spec.workers.maxReplicas", 0, "spec.workers.maxReplicas", "greater than or equal to 1"),
         ("spec.workers", {"replicas": 3, "maxReplicas": 2}, "spec.workers.maxReplicas", "less than replicas"),
-        ("spec.workers.accelerator", "MI300 X", "spec.workers.accelerator", "pattern"),
         ("spec.runtimeRef", {"name": "a", "kind": "Runtime"}, "spec.runtimeRef.kind", "'RolloutRuntime'"),
-        ("spec.runtimeRef", {"kind": "RolloutRuntime"}, "spec.runtimeRef.name", "missing"),
-        ("spec.workers.drainSeconds", -1, "spec.workers.drainSeconds", "greater than or equal to 0"),
-        ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "pattern"),
         (
             "spec.workers",
             {"gpuResource": "amd.com/gpu", "deviceClaimTemplate": "gpus"},
@@ -102,19 +92,6 @@ def test_every_example_is_valid(example: Path) -> None:
             {"gpuResource": "amd.com/gpu", "resources": {"extended": {"amd.com/gpu": 1}}},
             "spec.workers.resources",
             "gpusPerWorker already requests the GPUs",
-        ),
-        (
-            "spec.workers.resources",
-            {"extended": {"nvidia.com/gpu": 1}},
-            "spec.workers.resources",
-            "gpusPerWorker already requests the GPUs",
-        ),
-        ("spec.workers.resources", {"extended": {"hca": 1}}, "spec.workers.resources.extended.hca.[key]", "pattern"),
-        (
-            "spec.workers.resources",
-            {"extended": {"rdma/hca": 0}},
-            "spec.workers.resources.extended.rdma/hca",
-            "greater than or equal to 1",
         ),
         ("spec.head.resources", {"extended": {"rdma/hca": 1}}, "spec.head.resources.extended", "unknown field"),
         (
@@ -143,20 +120,6 @@ def test_every_example_is_valid(example: Path) -> None:
         ),
         ("spec.history.maxBytes", "1Ki", "spec.history.maxBytes", "at least 1Mi"),
         ("spec.engine.enableExpertParallel", True, "spec.engine.enableExpertParallel", "at least 2"),
-        ("spec.engine.quantization", "FP8 please", "spec.engine.quantization", "pattern"),
-        ("spec.engine.kvCacheDtype", "", "spec.engine.kvCacheDtype", "at least 1 character"),
-        (
-            "spec.engine.gpuMemoryUtilizationPercentage",
-            0.9,
-            "spec.engine.gpuMemoryUtilizationPercentage",
-            "valid integer",
-        ),
-        (
-            "spec.engine.gpuMemoryUtilizationPercentage",
-            101,
-            "spec.engine.gpuMemoryUtilizationPercentage",
-            "less than or equal to 100",
-        ),
         (
             "spec.engine",
             {"gpuMemoryUtilizationPercentage": 80, "kvCacheMemory": "8Gi"},
@@ -173,9 +136,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "not a multiple of the 4 GPUs"),
         ("spec.model.cache", {"prefetch": True}, "spec.model.cache.prefetch", "set persistentVolumeClaim"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
-        ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
         ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
-        ("spec.source.dataset.tasks", [], "spec.source.dataset.tasks", "at least 1 item"),
         ("spec.source.dataset", {}, "spec.source.dataset", "name either tasks or environment"),
         (
             "spec.source.dataset.environment",
@@ -202,18 +163,6 @@ def test_every_example_is_valid(example: Path) -> None:
         ),
         (
             "spec.source.dataset",
-            {"environment": {"entryPoint": "my-package.module"}},
-            "spec.source.dataset.environment.entryPoint",
-            "pattern",
-        ),
-        (
-            "spec.source.dataset",
-            {"environment": {"verifiers": "a", "python": "python3"}},
-            "spec.source.dataset.environment.python",
-            "pattern",
-        ),
-        (
-            "spec.source.dataset",
             {"environment": {"verifiers": "a", "memoryLimit": "500k"}},
             "spec.source.dataset.environment.memoryLimit",
             "at least 1Mi",
@@ -231,7 +180,6 @@ def test_every_example_is_valid(example: Path) -> None:
             "pass it to an environment in environment.args",
         ),
         ("spec.source", {}, "spec.source", "name either dataset or trainer"),
-        ("spec.lifecycle.activeDeadlineSeconds", 0, "spec.lifecycle.activeDeadlineSeconds", "greater than"),
     ],
 )
 def test_an_error_has_the_path_of_its_field(path: str, value: object, error_path: str, message: str) -> None:
@@ -353,3 +301,23 @@ def test_a_file_that_is_not_a_manifest_is_rejected(tmp_path: Path, text: str, me
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="No such file"):
         read_manifest(tmp_path / "none.yaml")
+
+
+def test_the_manifest_page_is_up_to_date_and_lists_every_source() -> None:
+    page = (ROOT / "docs" / "manifest.md").read_text()
+    assert manifest_docs.document() == page
+    assert all(f"| `source.{name}" in page for name in Source.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", "1"), ("500m", "0.5"), ("1.5", "1.5"), ("2k", "2000"), ("16Gi", str(16 * 2**30)), ("3T", "3e12")],
+)
+def test_quantity_is_parsed(text: str, value: str) -> None:
+    assert Decimal(value) == parse_quantity(text)
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "-1", "1e3", "1gi", "1KiB", "½"])
+def test_text_that_is_not_a_quantity_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="not a quantity"):
+        parse_quantity(text)

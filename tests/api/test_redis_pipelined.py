@@ -20,151 +20,112 @@ async def num_connections(client: redis.asyncio.Redis) -> int:
     return len(connections)
 
 
-def test_concurrent_commands_use_one_connection(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url) as client:
-            before = await num_connections(client)
-            await asyncio.gather(*(client.set(f"key-{number}", number) for number in range(1000)))
-            values = await asyncio.gather(*(client.get(f"key-{number}") for number in range(1000)))
-            assert [str(number).encode() for number in range(1000)] == values
-            assert before == await num_connections(client)
-
-    asyncio.run(run())
+async def test_concurrent_commands_use_one_connection(redis_url: str) -> None:
+    async with connect_async(redis_url) as client:
+        before = await num_connections(client)
+        await asyncio.gather(*(client.set(f"key-{number}", number) for number in range(1000)))
+        values = await asyncio.gather(*(client.get(f"key-{number}") for number in range(1000)))
+        assert [str(number).encode() for number in range(1000)] == values
+        assert before == await num_connections(client)
 
 
-def test_error_of_a_command_concerns_no_other(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url) as client:
-            await client.set("text", "x")
-            first, second, third = await asyncio.gather(
-                client.get("text"), client.incr("text"), client.strlen("text"), return_exceptions=True
-            )
-            assert (b"x", 1) == (first, third)
-            assert isinstance(second, redis.ResponseError)
-
-    asyncio.run(run())
+async def test_error_of_a_command_concerns_no_other(redis_url: str) -> None:
+    async with connect_async(redis_url) as client:
+        await client.set("text", "x")
+        first, second, third = await asyncio.gather(
+            client.get("text"), client.incr("text"), client.strlen("text"), return_exceptions=True
+        )
+        assert (b"x", 1) == (first, third)
+        assert isinstance(second, redis.ResponseError)
 
 
-def test_blocking_command_delays_no_other(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url, block=5) as client:
-            reading = asyncio.ensure_future(client.xread({"stream": "0"}, block=5000))
-            await asyncio.sleep(0.05)
-            await asyncio.wait_for(client.set("key", 1), 1)
-            await asyncio.wait_for(client.xadd("stream", {"a": "b"}), 1)
-            assert await asyncio.wait_for(reading, 1)
-
-    asyncio.run(run())
+async def test_blocking_command_delays_no_other(redis_url: str) -> None:
+    async with connect_async(redis_url, block=5) as client:
+        reading = asyncio.ensure_future(client.xread({"stream": "0"}, block=5000))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(client.set("key", 1), 1)
+        await asyncio.wait_for(client.xadd("stream", {"a": "b"}), 1)
+        assert await asyncio.wait_for(reading, 1)
 
 
-def test_cancelled_command_that_waits_is_not_sent(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url) as client:
-            sent = [asyncio.ensure_future(client.set("a", 1)), asyncio.ensure_future(client.set("b", 1))]
-            await asyncio.sleep(0)
-            sent[1].cancel()
-            await sent[0]
-            assert (b"1", None) == (await client.get("a"), await client.get("b"))
-
-    asyncio.run(run())
+async def test_cancelled_command_that_waits_is_not_sent(redis_url: str) -> None:
+    async with connect_async(redis_url) as client:
+        sent = [asyncio.ensure_future(client.set("a", 1)), asyncio.ensure_future(client.set("b", 1))]
+        await asyncio.sleep(0)
+        sent[1].cancel()
+        await sent[0]
+        assert (b"1", None) == (await client.get("a"), await client.get("b"))
 
 
-def test_all_commands_fail_without_a_server() -> None:
-    async def run() -> None:
-        async with connect_async(f"redis://127.0.0.1:{free_port()}") as client:
-            failures = await asyncio.gather(*(client.get("key") for _ in range(10)), return_exceptions=True)
-            assert all(isinstance(failure, redis.ConnectionError) for failure in failures)
+async def test_commands_succeed_after_a_restart(tmp_path: Any) -> None:
+    with Server(tmp_path) as server:
+        async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
+            await client.set("key", 1)
+            server.kill()
+            with pytest.raises(redis.ConnectionError):
+                await client.get("key")
+            server.start()
+            assert [None, None] == await asyncio.gather(client.get("key"), client.get("key"))
 
-    asyncio.run(run())
+
+async def test_each_command_of_a_batch_has_its_own_reply(redis_url: str) -> None:
+    async with connect_async(redis_url) as client:
+        batch = client.pipeline(transaction=False)
+        batch.set("text", "x").incr("text").strlen("text")
+        replies = await batch.execute(raise_on_error=False)
+        assert (True, 1) == (replies[0], replies[2])
+        assert isinstance(replies[1], redis.ResponseError)
+        batch.incr("text")
+        with pytest.raises(redis.ResponseError):
+            await batch.execute()
+        assert [] == await batch.execute()
 
 
-def test_commands_succeed_after_a_restart(tmp_path: Any) -> None:
-    async def run() -> None:
-        with Server(tmp_path) as server:
-            async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
+async def test_cancelled_blocking_command_takes_no_reply_of_another(redis_url: str) -> None:
+    async with connect_async(redis_url, block=5) as client:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.xread({"first": "0"}, block=5000), 0.1)
+        reading = asyncio.ensure_future(client.xread({"second": "0"}, block=5000))
+        await asyncio.sleep(0.05)
+        await client.xadd("first", {"a": "b"})
+        await client.xadd("second", {"c": "d"})
+        [[stream, [[_, fields]]]] = await reading
+        assert (b"second", {b"c": b"d"}) == (stream, fields)
+
+
+async def test_commands_wait_while_the_server_is_slow_to_read(redis_url: str) -> None:
+    async with connect_async(redis_url) as client:
+        values = [bytes([number]) * (1 << 20) for number in range(64)]
+        await asyncio.gather(*(client.set(f"key-{number}", value) for number, value in enumerate(values)))
+        assert values == await asyncio.gather(*(client.get(f"key-{number}") for number in range(64)))
+
+
+async def test_server_that_stops_replying_is_given_up(tmp_path: Any) -> None:
+    with Server(tmp_path) as server:
+        async with connect_async(f"redis://127.0.0.1:{server.port}?socket_timeout=0.5") as client:
+            await client.set("key", 1)
+            server.pause()
+            started = time.monotonic()
+            with pytest.raises(redis.TimeoutError):
+                await client.get("key")
+            assert 0.5 < time.monotonic() - started < 5
+            server.resume()
+            assert b"1" == await client.get("key")
+
+
+async def test_server_that_became_a_replica_is_left(tmp_path: Any) -> None:
+    with Server(tmp_path) as server:
+        async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
+            connection = await client.client_id()
+            await client.replicaof("127.0.0.1", str(free_port()))
+            with pytest.raises(redis.exceptions.ReadOnlyError):
                 await client.set("key", 1)
-                server.kill()
-                with pytest.raises(redis.ConnectionError):
-                    await client.get("key")
-                server.start()
-                assert [None, None] == await asyncio.gather(client.get("key"), client.get("key"))
-
-    asyncio.run(run())
+            await client.replicaof("NO", "ONE")
+            await client.set("key", 1)
+            assert connection != await client.client_id()
 
 
-def test_each_command_of_a_batch_has_its_own_reply(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url) as client:
-            batch = client.pipeline(transaction=False)
-            batch.set("text", "x").incr("text").strlen("text")
-            replies = await batch.execute(raise_on_error=False)
-            assert (True, 1) == (replies[0], replies[2])
-            assert isinstance(replies[1], redis.ResponseError)
-            batch.incr("text")
-            with pytest.raises(redis.ResponseError):
-                await batch.execute()
-            assert [] == await batch.execute()
-
-    asyncio.run(run())
-
-
-def test_cancelled_blocking_command_takes_no_reply_of_another(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url, block=5) as client:
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(client.xread({"first": "0"}, block=5000), 0.1)
-            reading = asyncio.ensure_future(client.xread({"second": "0"}, block=5000))
-            await asyncio.sleep(0.05)
-            await client.xadd("first", {"a": "b"})
-            await client.xadd("second", {"c": "d"})
-            [[stream, [[_, fields]]]] = await reading
-            assert (b"second", {b"c": b"d"}) == (stream, fields)
-
-    asyncio.run(run())
-
-
-def test_commands_wait_while_the_server_is_slow_to_read(redis_url: str) -> None:
-    async def run() -> None:
-        async with connect_async(redis_url) as client:
-            values = [bytes([number]) * (1 << 20) for number in range(64)]
-            await asyncio.gather(*(client.set(f"key-{number}", value) for number, value in enumerate(values)))
-            assert values == await asyncio.gather(*(client.get(f"key-{number}") for number in range(64)))
-
-    asyncio.run(run())
-
-
-def test_server_that_stops_replying_is_given_up(tmp_path: Any) -> None:
-    async def run() -> None:
-        with Server(tmp_path) as server:
-            async with connect_async(f"redis://127.0.0.1:{server.port}?socket_timeout=0.5") as client:
-                await client.set("key", 1)
-                server.pause()
-                started = time.monotonic()
-                with pytest.raises(redis.TimeoutError):
-                    await client.get("key")
-                assert 0.5 < time.monotonic() - started < 5
-                server.resume()
-                assert b"1" == await client.get("key")
-
-    asyncio.run(run())
-
-
-def test_server_that_became_a_replica_is_left(tmp_path: Any) -> None:
-    async def run() -> None:
-        with Server(tmp_path) as server:
-            async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
-                connection = await client.client_id()
-                await client.replicaof("127.0.0.1", str(free_port()))
-                with pytest.raises(redis.exceptions.ReadOnlyError):
-                    await client.set("key", 1)
-                await client.replicaof("NO", "ONE")
-                await client.set("key", 1)
-                assert connection != await client.client_id()
-
-    asyncio.run(run())
-
-
-def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replica() -> None:
+async def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replica() -> None:
     """A command that is sent in the iteration of the event loop in which the server's refusal arrives."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,34 +141,28 @@ def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replic
                 writer.write(b"+slow\r\n")
                 received = b""
 
-    async def run() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server, connect_async(f"redis://127.0.0.1:{port}") as client:
-            errors: list[dict[str, Any]] = []
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-            refused = asyncio.ensure_future(client.execute_command(b"REFUSED"))
-            slow = asyncio.ensure_future(client.execute_command(b"slow"))
-            with pytest.raises(redis.exceptions.ReadOnlyError):
-                await refused
-            connection = client._shared  # type: ignore[attr-defined]
-            late = connection.send(b"late")
-            with pytest.raises(redis.ConnectionError):
-                await late
-            assert b"slow" == await asyncio.wait_for(slow, 2)
-            assert [] == errors
-
-    asyncio.run(run())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, connect_async(f"redis://127.0.0.1:{port}") as client:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        refused = asyncio.ensure_future(client.execute_command(b"REFUSED"))
+        slow = asyncio.ensure_future(client.execute_command(b"slow"))
+        with pytest.raises(redis.exceptions.ReadOnlyError):
+            await refused
+        connection = client._shared  # type: ignore[attr-defined]
+        late = connection.send(b"late")
+        with pytest.raises(redis.ConnectionError):
+            await late
+        assert b"slow" == await asyncio.wait_for(slow, 2)
+        assert [] == errors
 
 
-def test_commands_fail_once_the_client_is_closed(redis_url: str) -> None:
-    async def run() -> None:
-        client = connect_async(redis_url)
-        waiting = asyncio.ensure_future(client.get("key"))
-        await asyncio.sleep(0)
-        await client.aclose()
-        for command in (waiting, client.get("key")):
-            with pytest.raises(redis.ConnectionError):
-                await command
-
-    asyncio.run(run())
+async def test_commands_fail_once_the_client_is_closed(redis_url: str) -> None:
+    client = connect_async(redis_url)
+    waiting = asyncio.ensure_future(client.get("key"))
+    await asyncio.sleep(0)
+    await client.aclose()
+    for command in (waiting, client.get("key")):
+        with pytest.raises(redis.ConnectionError):
+            await command

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import redis
 
 from rollout_api import (
     InvalidRequestError,
-    JobEndedError,
     Prompt,
-    RedisUnreachableError,
     RequestClient,
     RequestRefusedError,
     Rollout,
@@ -27,7 +24,6 @@ from rollout_api.client import result_reader
 from rollout_api.redis_client.pipelined import PipelinedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
-from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for_async
 
 PROMPT = Prompt([1, 2, 3])
@@ -43,59 +39,47 @@ def ids(rollouts: list[Rollout]) -> list[str]:
     return [rollout.rollout_id for rollout in rollouts]
 
 
-def test_answered_requests_leave_room_before_the_next_status(redis_url: str) -> None:
+async def test_answered_requests_leave_room_before_the_next_status(redis_url: str) -> None:
     job = FakeJob(redis_url, max_rollouts=4)
     job.publish_status()
 
-    async def sample() -> None:
+    with job.serving():
         async with connected(redis_url, job) as client:
             for number in range(20):
                 prepared = client.prepare(PROMPT, request_id=f"r{number}")
                 await client.receive(prepared, may_be_answered=False, may_wait=False)
 
-    with job.serving():
-        run(sample())
 
-
-def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> list[Rollout]:
-        async with connected(redis_url, job) as client:
-            return await client.rollouts(PROMPT, request_id="a")
-
+async def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: FakeJob) -> None:
     def answer_backwards(request: RolloutRequest) -> None:
         job.answer(request, [1])
         job.answer(request, [0])
 
     with job.serving(answer_backwards):
-        rollouts = run(sample())
+        async with connected(redis_url, job) as client:
+            rollouts = await client.rollouts(PROMPT, request_id="a")
     assert [[1] * 3, [2] * 3] == [rollout.token_ids for rollout in rollouts]
     assert 0 < job.redis.ttl(job.keys.results(rollouts[0].rollout_id.split("/")[1])) <= 600
 
 
-def test_repeated_requests_get_the_same_rollouts_in_every_process(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> list[list[Rollout]]:
+async def test_repeated_requests_get_the_same_rollouts_in_every_process(redis_url: str, job: FakeJob) -> None:
+    with job.serving():
         async with connected(redis_url, job) as first, connected(redis_url, job) as second:
             at_once = await asyncio.gather(*(client.rollouts(PROMPT, request_id="a") for client in [first, second] * 3))
-            return [*at_once, await second.rollouts(PROMPT, request_id="a")]
-
-    with job.serving():
-        found = run(sample())
+            found = [*at_once, await second.rollouts(PROMPT, request_id="a")]
     assert 2 == len(job.sampled)
     assert [sorted(job.sampled)] * 7 == [ids(rollouts) for rollouts in found]
 
 
-def test_other_prompts_and_calls_without_an_id_are_sampled_separately(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> list[list[Rollout]]:
+async def test_other_prompts_and_calls_without_an_id_are_sampled_separately(redis_url: str, job: FakeJob) -> None:
+    with job.serving():
         async with connected(redis_url, job) as client:
-            return [
+            found = [
                 await client.rollouts(PROMPT, request_id="a"),
                 await client.rollouts(Prompt([4]), request_id="a"),
                 await client.rollouts(PROMPT),
                 await client.rollouts(PROMPT),
             ]
-
-    with job.serving():
-        found = run(sample())
     assert 8 == len(job.sampled) == len({name for rollouts in found for name in ids(rollouts)})
 
 
@@ -119,16 +103,13 @@ def test_a_process_that_ends_leaves_its_request_to_the_next_one(redis_url: str, 
     assert 2 == len(job.sampled)
 
 
-def test_a_request_without_an_id_is_cancelled_with_its_call(redis_url: str, job: FakeJob) -> None:
-    async def give_up() -> None:
-        async with connected(redis_url, job) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await wait_for_async(lambda: bool(job.control_messages()))
-
-    run(give_up())
+async def test_a_request_without_an_id_is_cancelled_with_its_call(redis_url: str, job: FakeJob) -> None:
+    async with connected(redis_url, job) as client:
+        task = asyncio.ensure_future(client.rollouts(PROMPT))
+        await wait_for_async(lambda: bool(job.requests()))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await wait_for_async(lambda: bool(job.control_messages()))
     [cancellation] = job.control_messages()
     assert [job.requests()[0].request_id] == getattr(cancellation, "request_ids", None)
 
@@ -146,28 +127,13 @@ def test_a_cancelled_call_does_not_cancel_another_one_for_the_same_request(redis
     assert 2 == len(run(sample()))
 
 
-def test_refusals_are_errors(redis_url: str, job: FakeJob) -> None:
-    def refuse(request: RolloutRequest) -> None:
-        job.refuse(request, "not today")
-
-    async def sample() -> None:
-        async with connected(redis_url, job) as client:
-            await client.rollouts(PROMPT)
-
-    with job.serving(refuse), pytest.raises(RequestRefusedError, match="not today"):
-        run(sample())
-
-
-def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> None:
+async def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: FakeJob) -> None:
+    with job.serving():
         async with connected(redis_url, job) as client:
             [first, _] = await client.rollouts(PROMPT, request_id="a")
             job.redis.delete(job.keys.results(first.rollout_id.split("/")[1]))
             with pytest.raises(RequestRefusedError, match="it was answered before"):
                 await client.rollouts(PROMPT, request_id="a")
-
-    with job.serving():
-        run(sample())
     assert 2 == len(job.sampled)
 
 
@@ -187,23 +153,6 @@ def test_updates_that_were_trimmed_are_found_by_the_check(
             return await client.rollouts(PROMPT)
 
     with job.serving(answer_silently):
-        assert 2 == len(run(sample()))
-
-
-def test_requests_that_redis_lost_are_sent_again(tmp_path: Path) -> None:
-    async def sample() -> list[Rollout]:
-        async with connected(server.url, job) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            job.redis.delete(job.keys.requests)
-            server.kill()
-            server.start()
-            await wait_for_async(lambda: bool(job.requests()))
-            job.answer(job.requests()[0])
-            return await task
-
-    with Server(tmp_path, appendonly=True) as server:
-        job = FakeJob(server.url)
         assert 2 == len(run(sample()))
 
 
@@ -234,25 +183,6 @@ def test_requests_that_redis_lost_while_results_were_read_are_sent_again(
     assert 4 == len(run(sample()))
 
 
-def test_requests_fail_while_redis_is_unreachable_and_work_again_afterwards(tmp_path: Path) -> None:
-    async def sample() -> list[Rollout]:
-        async with RequestClient.connect(server.url, job.name, reconnect_timeout=1) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            server.kill()
-            with pytest.raises(RedisUnreachableError):
-                await task
-            with pytest.raises(RedisUnreachableError):
-                await client.rollouts(PROMPT)
-            server.start()
-            with job.serving():
-                return await client.rollouts(PROMPT)
-
-    with Server(tmp_path, appendonly=True) as server:
-        job = FakeJob(server.url)
-        assert 2 == len(run(sample()))
-
-
 def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> None:
     async def sample(prompt: Prompt) -> None:
         async with connected(redis_url, job) as client:
@@ -266,42 +196,22 @@ def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> No
         RequestClient.connect(redis_url)
 
 
-def test_closing_the_client_ends_calls_that_wait(redis_url: str, job: FakeJob) -> None:
-    async def close_early() -> None:
-        client = await RequestClient.connect(redis_url, job.name).open()
-        waiting = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
+async def test_closing_the_client_ends_calls_that_wait(redis_url: str, job: FakeJob) -> None:
+    client = await RequestClient.connect(redis_url, job.name).open()
+    waiting = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
+    await wait_for_async(lambda: bool(job.requests()))
+    await client.close()
+    for call in (waiting, client.rollouts(PROMPT), client.open()):
+        with pytest.raises(RolloutClientError, match="the client is closed; connect another one"):
+            await call
+
+
+async def test_an_update_that_cannot_be_read_does_not_end_the_receiver(redis_url: str, job: FakeJob) -> None:
+    async with connected(redis_url, job) as client:
+        call = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
         await wait_for_async(lambda: bool(job.requests()))
-        await client.close()
-        for call in (waiting, client.rollouts(PROMPT), client.open()):
-            with pytest.raises(RolloutClientError, match="the client is closed; connect another one"):
-                await call
-
-    run(close_early())
-
-
-def test_an_update_that_cannot_be_read_does_not_end_the_receiver(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> None:
-        async with connected(redis_url, job) as client:
-            call = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
-            await wait_for_async(lambda: bool(job.requests()))
-            job.redis.xadd(job.keys.result_updates("requests"), {"unknown": b""})
-            with pytest.raises(RolloutClientError, match="receiving rollouts failed: KeyError"):
-                await call
-            job.answer(job.requests()[0])
-            assert 2 == len(await client.rollouts(PROMPT, request_id="a"))
-
-    run(sample())
-
-
-def test_an_ended_job_fails_its_requests(redis_url: str, job: FakeJob) -> None:
-    async def sample() -> None:
-        async with connected(redis_url, job) as client:
-            task = asyncio.ensure_future(client.rollouts(PROMPT))
-            await wait_for_async(lambda: bool(job.requests()))
-            job.set_state("failed", "out of GPUs")
-            with pytest.raises(JobEndedError, match="out of GPUs"):
-                await task
-            with pytest.raises(JobEndedError, match="out of GPUs"):
-                await client.rollouts(PROMPT)
-
-    run(sample())
+        job.redis.xadd(job.keys.result_updates("requests"), {"unknown": b""})
+        with pytest.raises(RolloutClientError, match="receiving rollouts failed: KeyError"):
+            await call
+        job.answer(job.requests()[0])
+        assert 2 == len(await client.rollouts(PROMPT, request_id="a"))

@@ -1,4 +1,4 @@
-"""Tensors that are sent from a trainer's memory: types, names, and trainers with several processes."""
+"""Tensors that are sent from a trainer's memory: types, names, senders with several processes, and receivers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rollout_api import InvalidRequestError, ModelInMemory, TensorsInMemory
+from rollout_api.client.weight_transfer import _choose_members
 from tests.support.gloo_receiver import GlooReceiver
 from tests.support.reference_model import make_model, small_qwen3_moe
 
@@ -146,3 +149,15 @@ def test_sharded_parameters_are_gathered_by_all_processes_of_the_trainer(tmp_pat
     assert [not_published, "gathered", "gathered"] == second
     found = torch.load(tmp_path / "received")
     assert all(torch.equal(parameter, found[name]) for name, parameter in model.named_parameters())
+
+
+@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 20))
+def test_engines_take_all_places_without_gaps_or_the_size_is_refused(num: int, ranks: int, places: int) -> None:
+    engines = {f"engine-{number}": {"ranks": ranks} for number in range(num)}
+    if places % ranks or places > num * ranks:
+        with pytest.raises(InvalidRequestError, match=f"use world_size {num * ranks + 1}"):
+            _choose_members(engines, {"rank_offset": 1, "world_size": places + 1})
+        return
+    members = _choose_members(engines, {"rank_offset": 1, "world_size": places + 1})
+    taken = [first + offset for first in members.values() for offset in range(ranks)]
+    assert list(range(1, places + 1)) == sorted(taken)

@@ -1,7 +1,8 @@
-"""The index keeps its byte limit, and the cross-problem pool its number of tokens. Merging changes no results."""
+"""The index keeps its byte limit, and the pool its number of tokens; the reported bytes match the contents."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -145,27 +146,6 @@ def test_one_call_of_add_contributes_a_sixteenth_of_the_pool() -> None:
     assert LENGTH == small.pool_tokens()  # at least one rollout
 
 
-@pytest.mark.parametrize("drop", ["rollout", "generation", "problem"])
-def test_dropped_rollouts_are_removed_from_the_pool(drop: str) -> None:
-    index = SuffixIndex(pool_tokens=10 * LENGTH)
-    index.add("0", [("a", 0, text(0)), ("b", 1, text(1))])
-    {
-        "rollout": lambda: index.drop_rollout("0", "a"),
-        "generation": lambda: index.drop_before("0", 1),
-        "problem": lambda: index.drop_problem("0"),
-    }[drop]()
-    assert [] == drafted(index, "other", ("cross_problem",), after=6)
-    assert ([] if drop == "problem" else [100_007, 100_008]) == drafted(
-        index, "other", ("cross_problem",), after=100_006
-    )
-    for number in range(2, 8):  # segments are merged without the dropped rollouts
-        index.add(str(number), [("a", 0, text(number))])
-    index.wait_idle()
-    assert [] == drafted(index, "other", ("cross_problem",), after=6)
-    index.add("0", [("a", 0, text(0))])
-    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
-
-
 def test_a_problem_added_again_is_in_the_pool_once() -> None:
     index = SuffixIndex(max_bytes=4 * one_problem_bytes(), pool_tokens=10 * LENGTH)
     index.add("0", [("a", 0, text(0))])
@@ -176,13 +156,6 @@ def test_a_problem_added_again_is_in_the_pool_once() -> None:
     index.add("0", [("a", 0, text(0))])
     assert before == index.pool_tokens()
     assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
-
-
-def test_a_long_rollout_does_not_fill_the_pool() -> None:
-    index = SuffixIndex(pool_tokens=LENGTH)
-    index.add("0", [("a", 0, text(0, LENGTH // 2)), ("b", 0, text(1, 100))])
-    assert 100 == index.pool_tokens()
-    assert [100_007, 100_008] == drafted(index, "other", ("cross_problem",), after=100_006)
 
 
 def test_rollouts_dropped_after_an_eviction_are_removed_from_the_pool() -> None:
@@ -319,3 +292,129 @@ def test_problems_are_evicted_during_concurrent_drafts() -> None:
     if errors:
         raise errors[0]
     assert index.take_evicted()
+
+
+def rollouts(count: int, length: int, generation: int = 0) -> list[tuple[str, int, np.ndarray]]:
+    rng = np.random.default_rng(generation)
+    return [(f"{generation}/{i}", generation, rng.integers(0, 9, length).astype(np.uint32)) for i in range(count)]
+
+
+def test_an_empty_index_has_no_bytes() -> None:
+    index = SuffixIndex()
+    assert 0 == index.bytes()
+    assert 0 == index.bytes("p")
+    index.add("p", [])
+    assert 0 == index.bytes()
+
+
+def test_history_counts_until_it_is_dropped() -> None:
+    index = SuffixIndex()
+    index.add("p", rollouts(4, 1000))
+    problem_bytes = index.bytes("p")
+    # Each token takes two bytes of text, two of a sorted position, and one for the length shared with its neighbor.
+    assert 5 * 4000 < problem_bytes < 6 * 4000
+    index.add("q", rollouts(4, 1000))
+    assert problem_bytes == index.bytes("q")
+    assert 2 * problem_bytes < index.bytes() < 2 * problem_bytes + 1000
+    index.add("p", rollouts(4, 1000, generation=1))
+    index.wait_idle()
+    assert 2 * 5 * 4000 < index.bytes("p") < 2.1 * problem_bytes
+    assert 4 == index.drop_before("p", 1)
+    assert problem_bytes == pytest.approx(index.bytes("p"), rel=0.01)
+    assert index.drop_problem("p")
+    assert 0 == index.bytes("p")
+    for i in range(4):
+        assert index.drop_rollout("q", f"0/{i}")
+    assert 0 == index.bytes()
+
+
+def test_equal_contents_take_equal_bytes() -> None:
+    index, other = SuffixIndex(), SuffixIndex()
+    index.add("p", rollouts(3, 500))
+    baseline = index.bytes()
+    assert 0 == index.add("p", rollouts(3, 500))
+    assert baseline == index.bytes()
+    for _ in range(3):
+        index.add("p", [("extra", 5, [1, 2, 3] * 200), ("empty", 5, [])])
+        index.wait_idle()
+        assert index.bytes() > baseline
+        index.drop_before("p", 0)
+        index.drop_rollout("p", "extra")
+        index.drop_rollout("p", "empty")
+        index.wait_idle()
+        assert baseline == index.bytes()
+    other.add("p", rollouts(3, 500))
+    assert other.bytes() == index.bytes()
+
+
+def test_open_requests_count_until_they_are_closed() -> None:
+    index = SuffixIndex()
+    index.add("p", rollouts(2, 200))
+    baseline = index.bytes()
+    history_only = index.open("p", [1] * 1000, sources=("history",))
+    without_text = index.bytes() - baseline
+    own = index.open("p", [1] * 1000)
+    with_text = index.bytes() - baseline
+    assert with_text > 2 * without_text + 5 * 1000
+    other = index.open("p", [1] * 1000)  # requests of a group share their prompt
+    assert index.bytes() - baseline < with_text + 2 * without_text + 5 * 1000
+    before = index.bytes()
+    index.extend(own, [1] * 5000)
+    assert 2 * 4 * 5000 < index.bytes() - before < 2 * 120 * 5000
+    for handle in (own, history_only, other):
+        index.close(handle)
+    assert baseline == index.bytes()
+
+
+def test_a_problem_without_history_is_removed_with_its_last_request() -> None:
+    index = SuffixIndex()
+    handle = index.open("p")
+    assert [] == index.problems()
+    assert index.bytes() > 0
+    index.close(handle)
+    assert 0 == index.bytes()
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: `hblkhd` and `uordblks` are the bytes in use in large and in other blocks."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="requires glibc's mallinfo2")
+def test_reported_bytes_match_the_allocator() -> None:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+
+    def in_use() -> int:
+        info = mallinfo()
+        return int(info.hblkhd + info.uordblks)
+
+    index = SuffixIndex()
+    for generation in range(3):  # allocates the tables of the background thread
+        index.add("q", rollouts(1, 100, generation))
+    index.wait_idle()
+    index.drop_problem("q")
+    assert 0 == index.bytes()
+    before = in_use()
+    for generation in range(3):
+        index.add("p", rollouts(4, 30_000, generation))
+    index.wait_idle()
+    handle = index.open("p", [1, 2] * 40_000)
+    assert index.bytes() == pytest.approx(in_use() - before, rel=0.03)
+    index.close(handle)
+    index.drop_before("p", 1)
+    assert index.bytes() == pytest.approx(in_use() - before, rel=0.03)
+    index.drop_problem("p")
+    assert in_use() - before < 100_000

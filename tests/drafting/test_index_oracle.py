@@ -33,7 +33,6 @@ SOURCES = st.sampled_from(
 STOP_TOKENS = st.sampled_from([(), (), (1,), (0, 1)])
 SURVIVALS = st.sampled_from([0.0, 0.05, 0.2, 0.5])
 PROMPT = [900, 901]
-END = 800
 
 
 @st.composite
@@ -173,20 +172,6 @@ def test_thousands_of_equal_contexts_are_supported() -> None:
     for tokens in (text[500:1500], [2], [0], [0, 1], [1]):
         pair.extend(handle, tokens)
         pair.draft(handle, 12)
-
-
-def test_siblings_draft_from_each_other_but_not_from_themselves() -> None:
-    index = SuffixIndex()
-    first, second = (index.open("p", sources=("siblings",)) for _ in range(2))
-    index.extend(first, [1, 2, 3, 4, 5])
-    index.extend(second, [9, 1, 2, 3])
-    assert [4, 5] == index.draft(second, 8).tokens
-    assert ["siblings", "siblings"] == index.draft(second, 8).sources
-    assert [] == index.draft(first, 8).tokens
-    index.close(first)
-    assert [4, 5] == index.draft(second, 8).tokens  # its text remains until its siblings are closed
-    index.close(second)
-    assert 0 == index.bytes()
 
 
 def test_new_requests_share_new_live_texts_when_the_old_ones_are_long() -> None:
@@ -351,41 +336,6 @@ def open_request(tokens: list[int]) -> tuple[SuffixIndex, int]:
     handle = index.open("p", PROMPT, ("history",))
     index.extend(handle, tokens)
     return index, handle
-
-
-def test_a_draft_continues_as_earlier_rollouts_did_up_to_its_budget() -> None:
-    index, handle = open_request([0])
-    for budget, expected in ((0, []), (2, [1, 2]), (5, [1, 2, 3, 4, 5])):
-        assert expected == index.draft(handle, budget).tokens
-
-
-def test_a_later_turn_matches_the_context_before_it() -> None:
-    index = SuffixIndex()
-    response, answer = [1, 2, 3, END], [700, 701, 702]
-    index.add("p", [("turn 0", 1, response), ("turn 1", 1, [50, 51, 52, END], answer)])
-    prompt = [900, 901, *response, *answer]
-    first = index.open("p", PROMPT, ("history",))
-    later = index.open("p", prompt, ("history",), context_length=len(prompt))
-    assert [1, 2, 3, END] == index.draft(first, 8).tokens
-    assert [50, 51, 52, END] == index.draft(later, 8).tokens
-
-
-def test_a_draft_ends_with_a_stop_token() -> None:
-    index = SuffixIndex()
-    # an earlier turn, the answer to it, and the same beginning again
-    prompt = [900, 1, 2, END, 700, 701, 900, 1]
-    for stop_tokens, expected in (((), [2, END, 700, 701]), ((END, 5), [2, END])):
-        handle = index.open("p", prompt, ("self",), stop_tokens=stop_tokens)
-        assert expected == index.draft(handle, 4).tokens
-
-
-def test_a_higher_survival_threshold_gives_shorter_drafts() -> None:
-    lengths = []
-    for survival in (0.0, 0.5, 1.0):
-        index, handle = open_request([0, 1])
-        lengths.append(len(index.draft(handle, 8, survival)))
-    assert lengths == sorted(lengths, reverse=True)
-    assert (8, 0) == (lengths[0], lengths[-1])
 
 
 def test_a_draft_has_its_expected_number_of_accepted_tokens() -> None:

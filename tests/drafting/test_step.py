@@ -173,25 +173,29 @@ def test_only_the_tokens_of_shortened_drafts_are_counted(ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_drafts_that_were_prepared_are_looked_up(threads: int) -> None:
+def test_drafts_that_were_prepared_are_looked_up_and_their_sources_known(threads: int) -> None:
     index = filled_index(draft_ahead=True, threads=threads)
     recorded = [text(1), text(100), text(5)]
     stepper = Stepper(index, [index.open(problem, PROMPT) for problem in ("p", "p", "q")])
     positions, lengths = [0] * 3, [0] * 3
-    total = 0
-    for number in range(30):
+    drafted = [b""] * 3  # whether each token of a response was
+    for _ in range(30):
         sampled = [text[at : at + length + 1] for text, at, length in zip(recorded, positions, lengths, strict=True)]
+        drafted = [was + b"\1" * length + b"\0" for was, length in zip(drafted, lengths, strict=True)]
         positions = [at + len(tokens) for at, tokens in zip(positions, sampled, strict=True)]
         drafts = stepper.step(*sampled, min_survival=0.1)
         index.wait_idle()
         lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
-        total += sum(lengths) if number < 29 else 0  # the last drafts are not verified
     found, computed, omitted = index.look_ups()
     assert (90, 0) == (found + computed, omitted)
     # Only the first drafts cannot be prepared, as there are only six distinct tokens.
     assert found >= 85
-    assert total > 60
-    assert total == sum(index.close(handle).accepted for handle in stepper.handles)
+    assert sum(map(sum, drafted)) > 60
+    for handle, expected in zip(stepper.handles, drafted, strict=True):
+        counts = index.close(handle)
+        assert expected.rstrip(b"\0") == bytes(map(bool, counts.token_sources))
+        assert counts.accepted == sum(expected)
+        assert counts.drafted == sum(counts.drafted_by_source)
 
 
 @pytest.mark.parametrize("draft_ahead", [False, True])
@@ -351,18 +355,6 @@ def test_no_draft_crosses_a_limit(
         assert after_step <= max_tokens or generated < min_tokens
         if generated < min_tokens:
             assert after_step <= min_tokens
-
-
-def test_close_returns_the_counts_of_verified_drafts() -> None:
-    index = SuffixIndex()
-    index.add("p", [("a", 0, list(range(50)))])
-    handles = [index.open("p", PROMPT) for _ in range(2)]
-    stepper = Stepper(index, handles)
-    assert [[1, 2, 3, 4]] * 2 == stepper.step([0], [0], budget=4)
-    # The engine verified all of the first draft and two tokens of the second one.
-    stepper.step([1, 2, 9], [1, 2, 3], verified=[4, 2])
-    assert (4, 2, 4) == index.close(handles[0])[:3]
-    assert (2, 2, 4) == index.close(handles[1])[:3]
 
 
 def test_stop_tokens_end_a_draft() -> None:
@@ -560,26 +552,3 @@ def test_a_step_whose_tokens_are_reported_later_is_counted() -> None:
     assert bytes([code_of("history")] * 2) == index.count_step(handle, 3, 2)
     stepper.step(recorded[4:7], verified=[0])
     assert (3, 2, 7, b"", (3, 0, 0, 0)) == index.close(handle)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_sources_of_prepared_drafts_are_known(threads: int) -> None:
-    index = filled_index(draft_ahead=True, threads=threads)
-    recorded = [text(1), text(100), text(5)]
-    stepper = Stepper(index, [index.open(problem, PROMPT) for problem in ("p", "p", "q")])
-    positions, lengths = [0] * 3, [0] * 3
-    drafts: list[list[int]] = [[], [], []]
-    places: list[bytes] = [b""] * 3
-    for _ in range(30):
-        sampled = [text[at : at + length + 1] for text, at, length in zip(recorded, positions, lengths, strict=True)]
-        places = [was + b"\1" * length + b"\0" for was, length in zip(places, lengths, strict=True)]
-        drafts = stepper.step(*sampled, min_survival=0.1)
-        index.wait_idle()
-        positions = [at + len(tokens) for at, tokens in zip(positions, sampled, strict=True)]
-        lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
-    for handle, expected in zip(stepper.handles, places, strict=True):
-        counts = index.close(handle)
-        assert expected.rstrip(b"\0") == bytes(map(bool, counts.token_sources))
-        assert counts.accepted == sum(map(bool, counts.token_sources))
-        assert counts.drafted == sum(counts.drafted_by_source)
-    assert any(counts.accepted for counts in index.verification_counts().by_source.values())

@@ -35,81 +35,90 @@ BLOCK_SIZE = 128
 GREEDY = Sampling(n=1, temperature=0, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
-def parallel_engine(
+@pytest.fixture(scope="module")
+def engine(
     request: pytest.FixtureRequest,
     model: Path,
     loop: LoopThread,
     drafting_config: DraftingConfig,
     history_store: HistoryStore,
 ) -> Iterator[EngineHarness]:
-    """An engine on two ranks."""
+    """An engine on two ranks, or one that lays out batches as with CUDA graphs, although there are none on CPUs."""
     config = engine_config(model, drafting_config)
-    spec = config.spec.model_copy(update={f"{request.param}_parallel_size": 2})
-    engine = loop.run(Engine.start(replace(config, spec=spec)))
+    if request.param == "cuda graphs":
+        engine = start_with_extension(loop, config, ExactVerificationExtension)
+        loop.run(engine.collective_rpc("test_verify_exactly"))
+    else:
+        spec = config.spec.model_copy(update={f"{request.param}_parallel_size": 2})
+        engine = loop.run(Engine.start(replace(config, spec=spec)))
     yield EngineHarness(engine, loop, history_store)
     engine.close()
 
 
-def test_greedy_tokens_on_two_ranks_are_the_same_with_and_without_drafts(parallel_engine: EngineHarness) -> None:
-    requests = [parallel_engine.request(prompt, GREEDY, "ranks", draft_budget=0) for prompt in PROMPTS]
-    expected = tokens_of(parallel_engine.generate(requests))
-    parallel_engine.add_history("ranks", expected[::2])
-    actual = parallel_engine.sample(PROMPTS, GREEDY, "ranks")
+on_all_engines = pytest.mark.parametrize("engine", ["tensor", "pipeline", "cuda graphs"], indirect=True, scope="module")
+on_two_ranks = pytest.mark.parametrize("engine", ["tensor", "pipeline"], indirect=True, scope="module")
+with_cuda_graphs = pytest.mark.parametrize("engine", ["cuda graphs"], indirect=True, scope="module")
+
+
+@on_all_engines
+def test_greedy_tokens_are_the_same_with_and_without_drafts(engine: EngineHarness) -> None:
+    requests = [engine.request(prompt, GREEDY, "greedy", draft_budget=0) for prompt in PROMPTS]
+    expected = tokens_of(engine.generate(requests))
+    engine.add_history("greedy", expected[::2])
+    actual = engine.sample(PROMPTS, GREEDY, "greedy")
     assert expected == tokens_of(actual)
     assert accepted_share(actual) > 0.2
 
 
+@on_all_engines
 @pytest.mark.parametrize(
     ("name", "settings"), [("t1", {}), ("filtered", {"temperature": 0.7, "top_p": 0.9, "top_k": 12})]
 )
-def test_sampled_tokens_on_two_ranks_have_the_exact_distribution_of_the_model(
-    parallel_engine: EngineHarness, reference: ReferenceDistribution, name: str, settings: dict[str, object]
+def test_sampled_tokens_have_the_exact_distribution_of_the_model(
+    engine: EngineHarness, reference: ReferenceDistribution, name: str, settings: dict[str, object]
 ) -> None:
     sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, "logprobs": True, **settings})
-    history = parallel_engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), f"ranks-{name}")
-    parallel_engine.add_history(f"ranks-{name}", tokens_of(history))
+    history = engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), f"sampled-{name}")
+    engine.add_history(f"sampled-{name}", tokens_of(history))
     many = sampling.model_copy(update={"n": SAMPLES})
-    results = sample_exactly(reference, many, lambda many: parallel_engine.sample([PROMPT], many, f"ranks-{name}"))
+    results = sample_exactly(reference, many, lambda many: engine.sample([PROMPT], many, f"sampled-{name}"))
     for result in results[:64]:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
 
 
+@on_two_ranks
 def test_responses_on_two_ranks_continue_after_weight_updates_and_aborts(
-    parallel_engine: EngineHarness, model: Path, tmp_path: Path
+    engine: EngineHarness, model: Path, tmp_path: Path
 ) -> None:
     """The weights are replaced by themselves, so that the tokens are known; half of the responses are aborted."""
-    engine = parallel_engine.engine
-    requests = [parallel_engine.request(prompt, GREEDY, "events", draft_budget=0) for prompt in PROMPTS]
-    expected = tokens_of(parallel_engine.generate(requests))
-    parallel_engine.add_history("events", expected[::2])
+    requests = [engine.request(prompt, GREEDY, "events", draft_budget=0) for prompt in PROMPTS]
+    expected = tokens_of(engine.generate(requests))
+    engine.add_history("events", expected[::2])
 
     async def run() -> list[list[int]]:
         stop = asyncio.Event()
         calls = [
-            engine.generate(
-                parallel_engine.request(prompt, GREEDY, "events"), 0, stop_event=stop if number % 2 else None
-            )
+            engine.engine.generate(engine.request(prompt, GREEDY, "events"), 0, stop_event=stop if number % 2 else None)
             for number, prompt in enumerate(PROMPTS)
         ]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.1)
         stop.set()
-        for version, mode in enumerate((UpdateMode.RECOMPUTE, UpdateMode.KEEP), start=engine.weight_version + 1):
-            await engine.load_weights(model, version, mode)
+        for version, mode in enumerate((UpdateMode.RECOMPUTE, UpdateMode.KEEP), start=engine.engine.weight_version + 1):
+            await engine.engine.load_weights(model, version, mode)
             await asyncio.sleep(0.05)
         return tokens_of(await asyncio.gather(*tasks))
 
-    actual = parallel_engine.loop.run(run())
+    actual = engine.loop.run(run())
     assert expected[::2] == actual[::2]
     for whole, part in zip(expected[1::2], actual[1::2], strict=True):
         assert whole[: len(part)] == part
     make_model(tmp_path, seed=5)
-    parallel_engine.loop.run(engine.load_weights(tmp_path, engine.weight_version + 1, UpdateMode.DRAIN))
-    assert expected != tokens_of(parallel_engine.sample(PROMPTS, GREEDY, "events"))
-    parallel_engine.loop.run(engine.load_weights(model, engine.weight_version + 1, UpdateMode.DRAIN))
-    assert expected == tokens_of(parallel_engine.sample(PROMPTS, GREEDY, "events"))
+    engine.loop.run(engine.engine.load_weights(tmp_path, engine.engine.weight_version + 1, UpdateMode.DRAIN))
+    assert expected != tokens_of(engine.sample(PROMPTS, GREEDY, "events"))
+    engine.loop.run(engine.engine.load_weights(model, engine.engine.weight_version + 1, UpdateMode.DRAIN))
+    assert expected == tokens_of(engine.sample(PROMPTS, GREEDY, "events"))
 
 
 def test_no_request_is_drafted_for_from_the_tokens_of_another_one(
@@ -137,50 +146,17 @@ def test_no_request_is_drafted_for_from_the_tokens_of_another_one(
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def exact_engine(
-    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
-) -> Iterator[EngineHarness]:
-    """An engine that lays out batches as with CUDA graphs, although there are none on CPUs."""
-    engine = start_with_extension(loop, engine_config(model, drafting_config), ExactVerificationExtension)
-    loop.run(engine.collective_rpc("test_verify_exactly"))
-    yield EngineHarness(engine, loop, history_store)
-    engine.close()
-
-
-def test_greedy_tokens_are_the_same_with_the_layout_for_cuda_graphs(
-    exact_engine: EngineHarness, plain_engine: EngineHarness
-) -> None:
-    expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
-    exact_engine.add_history("exact", expected[::2])
-    actual = exact_engine.sample(PROMPTS, GREEDY, "exact")
-    assert expected == tokens_of(actual)
-    assert accepted_share(actual) > 0.2
-
-
-def test_sampled_tokens_are_exact_with_the_layout_for_cuda_graphs(
-    exact_engine: EngineHarness, reference: ReferenceDistribution
-) -> None:
-    sampling = Sampling(temperature=1.0, max_tokens=5, logprobs=True)
-    history = exact_engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), "exact-t1")
-    exact_engine.add_history("exact-t1", tokens_of(history))
-    many = sampling.model_copy(update={"n": SAMPLES})
-    results = sample_exactly(reference, many, lambda many: exact_engine.sample([PROMPT], many, "exact-t1"))
-    for result in results[:64]:
-        assert result.logprobs is not None
-        assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
-
-
+@with_cuda_graphs
 def test_drafts_are_planned_for_a_request_that_has_not_started_if_its_prompt_is_in_the_cache(
-    exact_engine: EngineHarness, plain_engine: EngineHarness
+    engine: EngineHarness, plain_engine: EngineHarness
 ) -> None:
     """vLLM plans places for drafts in the first step of a request that has only its prompt's last token to read."""
     prompts = [[*(prompt * BLOCK_SIZE)[:BLOCK_SIZE], prompt[0]] for prompt in PROMPTS[:8]]
     expected = tokens_of(plain_engine.sample(prompts, GREEDY))
-    exact_engine.add_history("cached", expected[::2])
-    first = exact_engine.sample(prompts, GREEDY, "cached")
+    engine.add_history("cached", expected[::2])
+    first = engine.sample(prompts, GREEDY, "cached")
     assert expected == tokens_of(first)
-    again = exact_engine.sample(prompts, GREEDY.model_copy(update={"n": 4}), "cached")
+    again = engine.sample(prompts, GREEDY.model_copy(update={"n": 4}), "cached")
     assert [tokens for tokens in expected for _ in range(4)] == tokens_of(again)
     assert accepted_share(again) > 0.2
 

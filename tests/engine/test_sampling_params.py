@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.sample import rejection_sampler
@@ -104,20 +105,23 @@ def test_a_prefix_that_would_change_the_output_distribution_is_rejected(settings
     check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
 
 
-def test_a_prefix_without_log_probabilities_is_rejected_if_they_are_requested() -> None:
-    sampling = Sampling(logprobs=True)
+@pytest.mark.parametrize(
+    ("sampling", "known", "missing"),
+    [
+        (Sampling(logprobs=True), {}, "log-probabilities of the prefix"),
+        (Sampling(top_logprobs=2), {}, "log-probabilities of the prefix"),
+        (Sampling(top_logprobs=2), {"logprobs": [-1.0] * 3}, "top_logprobs of the prefix"),
+        (Sampling(top_k=5, kept_tokens=True), {}, "kept_token_ids or omit the prefix"),
+    ],
+)
+def test_a_prefix_without_what_is_requested_of_each_token_is_rejected(
+    sampling: Sampling, known: dict[str, Any], missing: str
+) -> None:
     assert can_continue(sampling)
-    with pytest.raises(AdmissionError, match=r"log-probabilities of the prefix"):
-        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+    prefix = Partial(token_ids=[1, 2, 3], weight_spans=PREFIX.weight_spans, **known)
+    with pytest.raises(AdmissionError, match=missing):
+        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=prefix)
     check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
-
-
-def test_a_prefix_without_likely_tokens_is_rejected_if_they_are_requested() -> None:
-    prefix = Partial(token_ids=[1, 2, 3], logprobs=[-1.0] * 3, weight_spans=PREFIX.weight_spans)
-    with pytest.raises(AdmissionError, match=r"top_logprobs of the prefix"):
-        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=prefix)
-    with pytest.raises(AdmissionError, match=r"log-probabilities of the prefix"):
-        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
 
 
 def test_a_prefix_longer_than_the_response_is_rejected() -> None:

@@ -162,12 +162,6 @@ def test_archive_has_a_header_and_leaves_no_temporary_file(file: Path, client: A
     assert ("least recently used", [0, 70_001, 140_002, 210_003, 280_004]) == (first["problem"], first["tokens"])
 
 
-def test_second_import_changes_nothing(client: Any, file: Path) -> None:
-    before = content(client, KEYS)
-    assert ImportResult("default/math", new=0, known=37, too_old=0, generation=5) == import_history(client, file)
-    assert before == content(client, KEYS)
-
-
 def test_interrupted_import_can_be_repeated(client: Any, file: Path, tmp_path: Path) -> None:
     before = content(client, KEYS)
     with Server(tmp_path / "server") as running:

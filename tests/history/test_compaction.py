@@ -51,19 +51,6 @@ def test_compacted_problem_is_smaller_and_has_the_same_rollouts(store: HistorySt
     assert AppendResult.DUPLICATE == store.append("p", record("7", tokens=300), newest=1)
 
 
-def test_reader_continues_after_a_compaction(store: HistoryStore) -> None:
-    for number in range(10):
-        store.append("p", record(str(number)), newest=1)
-    first = store.read({"p": START}, count=4)["p"]
-    assert first.has_more
-    MaintenanceOperations(store).compact("p")
-    for number in range(10, 13):
-        store.append("p", record(str(number)), newest=1)
-    rest = store.read({"p": first.cursor})["p"]
-    assert {str(number) for number in range(4, 13)} <= {r.rollout_id for r in rest.records}
-    assert [] == store.read({"p": rest.cursor})["p"].records
-
-
 def test_much_larger_block_is_not_rewritten(store: HistoryStore, history_url: str) -> None:
     client = connect_history(history_url)
     rng = np.random.default_rng(0)

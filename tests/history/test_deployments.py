@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import redis
 
-from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.retry import retry
-from rollout_store.history.maintenance.maintainer import HistoryMaintainer, new_lease_token
 from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.metadata import HistoryMismatchError, list_histories
 from rollout_store.history.records import START, HistoryRecord
@@ -25,7 +23,7 @@ from rollout_store.history.store import AppendResult, HistoryStore
 from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.index import SuffixIndex
 from tests.support.recording_sink import name, names
-from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
+from tests.support.redis_servers import Cluster, Sentinels, Server
 from tests.support.waiting import wait_for
 
 KEYS = HistoryKeys("default", "math")
@@ -241,51 +239,3 @@ def test_killed_server_with_an_append_only_file_loses_no_rollout(tmp_path: Path)
         assert len(writer.acknowledged) > 100
         assert set(writer.acknowledged) <= set(found)
         assert {1} == set(found.values())
-
-
-def test_history_can_be_reached_with_tls(tmp_path: Path) -> None:
-    certificates = Certificates.make(tmp_path)
-    with Server(tmp_path / "server", certificates=certificates, password="secret") as server:
-        store = store_at(server.url)
-        store.append("p0", record("a"), newest=1)
-        assert {"a": 1} == stored_rollouts(store)
-        with pytest.raises(redis.ConnectionError):
-            store_at(server.url.partition("?")[0]).metadata.generation()  # the certificate is not trusted
-    with Cluster(tmp_path / "cluster", certificates=certificates, password="secret") as cluster:
-        store = store_at(cluster.url)
-        for problem in PROBLEMS:
-            store.append(problem, record(problem), newest=1)
-        assert dict.fromkeys(PROBLEMS, 1) == stored_rollouts(store)
-
-
-def test_access_rules_suffice_for_jobs_and_the_service_and_isolate_jobs(tmp_path: Path) -> None:
-    users = [
-        f"job on >one {' '.join(access_rules('default', 'job', 'uid', 'math'))}",
-        f"other on >two {' '.join(access_rules('default', 'other', 'uid2', 'code'))}",
-        f"service on >three {' '.join(service_rules())}",
-    ]
-    with Server(tmp_path, password="admin", users=users) as server:
-        job, other, service = (
-            server.url_of(*login) for login in (("job", "one"), ("other", "two"), ("service", "three"))
-        )
-        store = store_at(job)
-        store.metadata.open("tokenizer", "model", max_bytes=2**20)
-        store.metadata.publish("run", 1)
-        assert AppendResult.APPENDED == store.append("p0", record("a"))
-        store.set_rewards("p0", {"a": 1.0})
-        store.catalog.mark_used(["p0"])
-        store.statistics.add_acceptance({0: (10.0, 5.0)})
-        assert 1 == store.statistics.length_stats("p0").count == store.statistics.length_stats().count
-        assert {"a": 1} == stored_rollouts(store)
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            store_at(other).append("p0", record("b"))
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            store_at(other).read({"p0": START})
-        maintainer = HistoryMaintainer(connect_history(service), KEYS, token=new_lease_token())
-        assert maintainer.run_once().plan is not None
-        service_store = store_at(service)
-        assert MaintenanceOperations(service_store).compact("p0")
-        assert {"a": 1} == stored_rollouts(service_store)
-        assert [] != service_store.catalog.delete(service_store.catalog.problems())
-        MaintenanceOperations(service_store).delete_history()
-        assert [] == list_histories(connect_history(service))

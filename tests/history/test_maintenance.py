@@ -454,21 +454,6 @@ def test_byte_cap_is_enforced_if_the_acceptance_counts_cannot_be_read(client: Re
     assert done.plan.age_limit is None
 
 
-def test_planning_changes_nothing(client: Redis) -> None:
-    store = open_history(client)
-    fill(store, ["p", "q"])
-    age_history(client, KEYS, COMPACTION_DELAY_S + 1)
-    store.metadata.open("tokenizer", "model", max_bytes=int(store.catalog.problems()[0].bytes * 1.2))
-    before = store.catalog.problems()
-    plan = HistoryMaintainer(client, KEYS, token="a").plan()
-    assert (["p"], ["q"]) == (
-        [problem.problem_id for problem in plan.evict],
-        [problem.problem_id for problem in plan.compact],
-    )
-    assert before == store.catalog.problems()
-    assert not client.exists(KEYS.maintainer_lease)
-
-
 def test_thread_maintains_the_history_of_a_job(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     store = open_history(server, max_bytes=1)
     fill(store, ["p"])

@@ -151,30 +151,6 @@ def test_missing_permission_raises(tmp_path: Path) -> None:
         run_all(client, publish("key"))
 
 
-def test_functions_are_loaded_again_after_a_restart(tmp_path: Path) -> None:
-    with Server(tmp_path, appendonly=True) as server, connect_history(server.url) as client:
-        assert [1, 1] == run_all(client, publish("a", "b"))
-        server.restart()
-        assert [1, 1] == retry(run_all, client, publish("a", "b"))
-
-
-def test_unreachable_server_raises(tmp_path: Path) -> None:
-    with Server(tmp_path) as server, connect_history(server.url) as client:
-        assert [1] == run_all(client, publish("a"))
-        server.kill()
-        with pytest.raises(redis.ConnectionError):
-            run_all(client, publish("a"))
-
-
-def test_migrated_slot_is_found(cluster: Cluster) -> None:
-    with connect_history(cluster.url) as client:
-        run_all(client, publish(*KEYS))
-        for key in KEYS[:3]:
-            cluster.move_slot(key)
-        assert [1] * 64 == run_all(client, publish(*KEYS))
-        assert {b"generation": b"1", b"generation:run:0": b"1"} == client.hgetall(KEYS[0])
-
-
 def test_redirections_are_followed_during_a_migration(cluster: Cluster) -> None:
     key, other = "{7}:meta", "{7}:other"
     with connect_history(cluster.url) as client:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +19,9 @@ from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore, encode_drafter_state
 from rollout_store.history.sync import HistorySink, HistorySync
-from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.drafting.index import SuffixIndex
 from tests.support.recording_sink import RecordingSink, name, names
+from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
 
 KEYS = HistoryKeys("default", "math")
@@ -104,33 +102,6 @@ def wait_for_report(store: HistoryStore, sink: RecordingSink) -> None:
         drafted, accepted = sink.ages.get(0, (0.0, 0.0))
         sink.ages = {0: (drafted + 1.0, accepted + 1.0)}
         wait_for(lambda: store.statistics.acceptance_by_age() == sink.ages, 10)
-
-
-def test_only_announced_problems_are_loaded(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
-    for problem in ("p", "q"):
-        append(store, problem, f"{problem}1", 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    assert index.rollouts("p") == names("p1")
-    assert index.rollouts("q") == []
-
-
-def test_all_batches_are_loaded_before_a_problem_is_ready(
-    store: HistoryStore, index: SuffixIndex, sync: HistorySync
-) -> None:
-    for number in range(1100):
-        append(store, "p", str(number), 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    assert len(index.rollouts("p")) == 1100
-    assert sync.counters.rollouts == 1100
-
-
-def test_new_rollouts_are_loaded_as_they_appear(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    append(store, "p", "later", 1)
-    wait_for(lambda: index.rollouts("p") == names("later"), 10)
 
 
 def test_rollouts_that_leave_the_window_are_dropped(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
@@ -258,29 +229,16 @@ def test_corrupt_record_is_skipped_and_counted(
     assert "of problem p, which cannot be read" in caplog.text
 
 
-def test_synchronization_continues_after_an_outage(tmp_path: Path) -> None:
-    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    server = EmbeddedRedis(tmp_path, keep_open=lock)
-    url = server.start()
-    pid = int(redis.Redis.from_url(url).info()["process_id"])
-    index = SuffixIndex()
-    store = HistoryStore(connect(url), KEYS, window=2)
-    append(store, "p", "a", 1)
-    sync = HistorySync(store, index)
-    sync.start()
-    try:
+def test_synchronization_continues_after_an_outage(index: SuffixIndex, tmp_path: Path) -> None:
+    with Server(tmp_path) as server, running(server.url, index) as sync:
+        append(HistoryStore(connect(server.url), KEYS, window=2), "p", "a", 1)
         sync.announce(["p"], 1)
         assert sync.wait_ready(10)
-        os.kill(pid, signal.SIGSTOP)
+        server.pause()
         wait_for(lambda: sync.counters.failures > 0, 20)
-        os.kill(pid, signal.SIGCONT)
-        append(HistoryStore(connect(url), KEYS, window=2), "p", "b", 1)
+        server.resume()
+        append(HistoryStore(connect(server.url), KEYS, window=2), "p", "b", 1)
         wait_for(lambda: index.rollouts("p") == names("a", "b"), 20)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        sync.stop()
-        server.stop()
-        os.close(lock)
 
 
 def test_rollouts_are_loaded_with_context_and_reward(
@@ -383,22 +341,6 @@ def test_evicted_problem_is_read_again_when_it_is_requested(
     rewards = dict(zip(names("a", "b", "c"), [0.5, None, None], strict=True))
     assert rewards == {key: row[4] for key, row in sink.problems["p"].items()}
     assert (10, 2) == (sync.counters.rollouts, sync.counters.evictions)
-
-
-def test_problem_evicted_while_not_announced_is_read_completely(
-    store: HistoryStore, small_sink: tuple[HistorySync, RecordingSink]
-) -> None:
-    sync, sink = small_sink
-    for problem in ("p", "q", "r"):
-        append(store, problem, "a", 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    sync.announce(["q", "r"], 1)
-    assert sync.wait_ready(10)
-    append(store, "p", "b", 1)
-    sync.announce(["p"], 1)
-    assert sync.wait_ready(10)
-    assert names("a", "b") == list(sink.problems["p"])
 
 
 def test_problems_that_do_not_fit_together_are_not_read_again_and_again(

@@ -126,10 +126,6 @@ def test_a_redis_url_in_a_secret_is_rejected(command: Command) -> None:
         ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
         ({"lifecycle": {"suspend": True}}, "spec.lifecycle.suspend"),
         ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
-        (
-            {"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum", "config": {"terms": 1}}]}}},
-            "spec.source.dataset.tasks[0].config",
-        ),
     ],
 )
 def test_settings_that_this_machine_cannot_fulfil_are_rejected(
@@ -172,7 +168,7 @@ def test_exit_codes_are_those_that_operators_write_into_failure_policies() -> No
 
 
 @pytest.mark.timeout(20)
-def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellation() -> None:
+async def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellation() -> None:
     """redis-py swallows a cancellation while it connects, and kubelets send SIGTERM only once."""
     swallowed = 0
 
@@ -186,10 +182,7 @@ def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellat
                 if swallowed > 1:
                     raise
 
-    async def terminated() -> None:
+    with pytest.raises(asyncio.CancelledError):
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
         await run_until_terminated(work())
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(terminated())
     assert 2 == swallowed

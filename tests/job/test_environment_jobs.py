@@ -182,22 +182,3 @@ def test_rollouts_that_were_not_scored_when_the_job_was_killed_are_scored_later(
 
     assert [1.0] * SAMPLES * 6 == [row["reward"] for rows in by_problem(report).values() for row in rows]
     assert SAMPLES * 6 == job.sampled() == len(job.in_history())
-
-
-@pytest.mark.timeout(600)
-def test_a_job_that_is_killed_repeats_no_trajectory_that_has_ended(tmp_path: Path, redis_server: str) -> None:
-    calls = tmp_path / "calls"
-    environment = {"entryPoint": "scripted:SlowDialogue", "args": {"actions": ["one"] * 6, "calls": str(calls)}}
-    job = EnvironmentJob(tmp_path, redis_server, "killed-environment", environment)
-    process = job.start()
-    wait_for(lambda: calls.exists() and len(calls.read_text().splitlines()) >= 4, 200)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    report = job.run()
-
-    scored = Counter(line.split()[1] for line in calls.read_text().splitlines())
-    # At most the trajectory that ended while the job was killed is scored again.
-    assert SAMPLES * 6 <= scored.total() <= SAMPLES * 6 + 1
-    assert [3.0] * SAMPLES * 6 == [row["reward"] for rows in by_problem(report).values() for row in rows]
-    assert 3 <= report["rollouts_from_earlier_runs"] < SAMPLES * 6
-    assert TURNS * SAMPLES * 6 == job.sampled() == len(job.in_history())

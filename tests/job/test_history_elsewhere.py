@@ -20,9 +20,9 @@ from rollout_api.protocol.status import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.redis_client.connection import connect
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore
-from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.engine_worker.worker_process import warn_if_unusable
 from tests.support.job_messages import JOB, request, rollout
+from tests.support.redis_servers import Server
 
 HISTORY = HistoryKeys("default", "shared")
 
@@ -30,13 +30,9 @@ HISTORY = HistoryKeys("default", "shared")
 @pytest.fixture
 def history_url(tmp_path: Path) -> Iterator[str]:
     """URL of another server, on which the job has opened its history."""
-    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    server = EmbeddedRedis(tmp_path / "redis", keep_open=lock)
-    url = server.start()
-    HistoryStore(connect(url), HISTORY, window=16).metadata.open("tokenizer")
-    yield url
-    server.stop()
-    os.close(lock)
+    with Server(tmp_path / "redis") as server:
+        HistoryStore(connect(server.url), HISTORY, window=16).metadata.open("tokenizer")
+        yield server.url
 
 
 @pytest.fixture

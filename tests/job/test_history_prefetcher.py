@@ -86,25 +86,22 @@ async def start_rollout(prefetcher: HistoryPrefetcher, problem: str) -> None:
         await prefetcher.wait_ready(problem)
 
 
-def test_the_first_rollout_of_a_problem_requests_its_history(redis_url: str) -> None:
+async def test_the_first_rollout_of_a_problem_requests_its_history(redis_url: str) -> None:
     engine = FakeEngine()
 
-    async def scenario() -> None:
-        async with running_prefetcher(redis_url, engine) as prefetcher:
-            with prefetcher.in_use("p"):
-                await prefetcher.wait_ready("p")
-                await start_rollout(prefetcher, "p")  # joins a running rollout
-                await start_rollout(prefetcher, "q")
-                await prefetcher.advance(5)
-                assert [({"p"}, 0, {"p"}), ({"p", "q"}, 0, {"q"}), ({"p", "q"}, 5, set())] == engine.announced
-            started = time.monotonic()
-            await start_rollout(prefetcher, "p")
+    async with running_prefetcher(redis_url, engine) as prefetcher:
+        with prefetcher.in_use("p"):
+            await prefetcher.wait_ready("p")
+            await start_rollout(prefetcher, "p")  # joins a running rollout
             await start_rollout(prefetcher, "q")
-            assert time.monotonic() - started < 0.5  # rollouts of known problems do not wait
-            await wait_for_async(lambda: len(engine.announced) >= 4, 10)
-            assert ({"p", "q"}, 5, {"p", "q"}) == engine.announced[3]
-
-    asyncio.run(scenario())
+            await prefetcher.advance(5)
+            assert [({"p"}, 0, {"p"}), ({"p", "q"}, 0, {"q"}), ({"p", "q"}, 5, set())] == engine.announced
+        started = time.monotonic()
+        await start_rollout(prefetcher, "p")
+        await start_rollout(prefetcher, "q")
+        assert time.monotonic() - started < 0.5  # rollouts of known problems do not wait
+        await wait_for_async(lambda: len(engine.announced) >= 4, 10)
+        assert ({"p", "q"}, 5, {"p", "q"}) == engine.announced[3]
 
 
 def test_versions_are_published_in_order_after_an_outage_of_the_history(tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ class SyncingEngine(FakeEngine):
         return await super().announce(problems, generation, wanted=wanted)
 
 
-def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: str) -> None:
+async def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: str) -> None:
     store = HistoryStore(connect(redis_url), KEYS, window=2)
     memory = RecordingSink(max_problems=1)
     sync = HistorySync(HistoryStore(connect(redis_url), KEYS, window=2), memory)
@@ -173,7 +170,8 @@ def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: s
     for problem in ("p", "q", "r"):
         store.append(problem, HistoryRecord("a", "run", 1, 1, np.arange(3, dtype=np.uint32), "stop"), newest=1)
 
-    async def scenario() -> None:
+    sync.start()
+    try:
         async with running_prefetcher(redis_url, engine) as prefetcher:
             for problem in ("p", "q", "r"):
                 await start_rollout(prefetcher, problem)
@@ -183,9 +181,5 @@ def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: s
             await start_rollout(prefetcher, "p")
             await wait_for_async(lambda: "p" in memory.problems, 10)
             assert (["p"], 4) == (list(memory.problems), sync.counters.rollouts)
-
-    sync.start()
-    try:
-        asyncio.run(scenario())
     finally:
         sync.stop()

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -52,14 +53,11 @@ class StoreHarness:
         self.history = HistoryStore(self.redis, HISTORY, window=4)
         self.relay = Relay(self.redis, JOB, self.history)
 
-    def run(self, work: Callable[[JobStore], Coroutine[Any, Any, Any]]) -> Any:
-        async def run_work() -> Any:
-            job_store = JobStore.connect(self.url, JOB)
-            result = await work(job_store)
-            await job_store.close()
-            return result
-
-        return asyncio.run(run_work())
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[JobStore]:
+        job_store = JobStore.connect(self.url, JOB)
+        yield job_store
+        await job_store.close()
 
     def results(self, client: str = "trainer") -> list[str]:
         return [rollout.rollout_id for rollout in kept_rollouts(self.redis, JOB, client)]
@@ -77,11 +75,11 @@ def harness(redis_url: str) -> StoreHarness:
     return StoreHarness(redis_url)
 
 
-def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> None:
+async def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> None:
     asked = request()
     first, again = harness.submit(asked), harness.submit(asked)
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         requests, rollouts = job_store.requests, job_store.rollouts
         assert Admission.NEW is await requests.admit(first, asked)
         assert Admission.KNOWN is await requests.admit(first, asked)  # by the next coordinator
@@ -97,8 +95,6 @@ def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> 
         assert Admission.ANSWERED is await requests.admit(harness.submit(asked), asked)
         totals = {"rollouts": 2, "tokens": 10, "decoding_steps": 4, "draft_tokens": 8, "accepted_tokens": 6}
         assert totals == await rollouts.totals()
-
-    harness.run(scenario)
     assert ["uid/r/0/0", "uid/r/1/0"] == harness.results()
     assert 0 == harness.redis.xlen(JOB.requests)
     assert 0 < harness.redis.ttl(JOB.ledger("r"))
@@ -106,34 +102,30 @@ def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> 
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
 
 
-def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness: StoreHarness) -> None:
+async def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness: StoreHarness) -> None:
     """A coordinator may read a request, and admit it only after Redis was restarted from an older snapshot."""
     asked = request()
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         lost = harness.submit(asked)
         harness.redis.delete(JOB.requests)
         assert Admission.GONE is await job_store.requests.admit(lost, asked)
         assert Admission.NEW is await job_store.requests.admit(harness.submit(asked), asked)
 
-    harness.run(scenario)
 
-
-def test_a_rollout_of_an_unknown_request_is_not_recorded(harness: StoreHarness) -> None:
+async def test_a_rollout_of_an_unknown_request_is_not_recorded(harness: StoreHarness) -> None:
     asked = request()
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         assert not await job_store.rollouts.finish(asked, rollout(asked, 0))
-
-    harness.run(scenario)
     assert [] == harness.results()
 
 
-def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None:
+async def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None:
     asked = request(n=1)
     partial = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], weight_spans=[WeightSpan(start=0, weight_version=3)])
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         rollouts, assignments = job_store.rollouts, job_store.assignments
         assert not await rollouts.checkpoint(asked, 0, partial)
         await job_store.requests.admit(harness.submit(asked), asked)
@@ -148,10 +140,8 @@ def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None
         assert [None] == await rollouts.partials([(asked, 0)])
         assert set() == await rollouts.partial_ids()
 
-    harness.run(scenario)
 
-
-def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: StoreHarness) -> None:
+async def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: StoreHarness) -> None:
     asked = request(n=1, keep_seconds=60, stream=True)
     first = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], weight_spans=[WeightSpan(start=0, weight_version=3)])
     second = Partial(token_ids=[9], logprobs=[-3.0], weight_spans=[WeightSpan(start=0, weight_version=4)])
@@ -161,7 +151,7 @@ def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: St
         weight_spans=[WeightSpan(start=0, weight_version=3), WeightSpan(start=2, weight_version=4)],
     )
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         rollouts, assignments, engines = job_store.rollouts, job_store.assignments, job_store.engines
 
         async def append(engine: str, order: str, start: int, tokens: Partial) -> int:
@@ -199,15 +189,13 @@ def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: St
         assert 0 == harness.redis.exists(JOB.tokens("r", 0))
         assert 1 == harness.redis.hlen(JOB.results("r"))
 
-    harness.run(scenario)
 
-
-def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(harness: StoreHarness) -> None:
+async def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(harness: StoreHarness) -> None:
     asked = request()
     entry_id = harness.submit(asked)
     assigned = [Assignment("r", 0, entry_id), Assignment("r", 1, entry_id, resumed=True)]
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         assignments, engines = job_store.assignments, job_store.engines
         coordinator = await assignments.take_over()
         await job_store.requests.admit(entry_id, asked)
@@ -233,41 +221,36 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assert await engines.report("e") is None
         assert not await engines.heartbeat("e", REPORT)  # the engine must register again
 
-    harness.run(scenario)
 
-
-def test_an_order_of_an_unknown_kind_is_skipped(harness: StoreHarness) -> None:
+async def test_an_order_of_an_unknown_kind_is_skipped(harness: StoreHarness) -> None:
     harness.redis.xadd(JOB.inbox("e"), {"k": "of a later release", "i": "x"})
     last: Any = harness.redis.xadd(JOB.inbox("e"), {"k": "cancel", "i": "x"})
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         orders, cursor = await job_store.assignments.read_inbox("e", "0", timeout_s=1, max_orders=9)
         assert (["x"], last.decode()) == ([order.request_id for order in orders], cursor)
 
-    harness.run(scenario)
 
-
-def test_cancelling_an_unknown_request_creates_no_ledger(harness: StoreHarness) -> None:
+async def test_cancelling_an_unknown_request_creates_no_ledger(harness: StoreHarness) -> None:
     asked = request()
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         requests = job_store.requests
         await requests.admit(harness.submit(asked), asked)
         await requests.mark_cancelled(["unknown", asked.request_id])
         assert [(frozenset(), False), (frozenset(), True)] == await requests.progress(["unknown", asked.request_id])
-
-    harness.run(scenario)
     assert not harness.redis.exists(JOB.ledger("unknown"))
 
 
-def test_fields_of_a_later_release_in_an_engine_report_are_ignored(harness: StoreHarness) -> None:
+async def test_fields_of_a_later_release_in_an_engine_report_are_ignored(harness: StoreHarness) -> None:
     report = asdict(REPORT) | {"field_of_a_later_release": 1}
     harness.redis.hset(JOB.engines, "engine-0-a", msgpack.packb(report))
-    assert {"engine-0-a": (REPORT, False)} == harness.run(lambda job_store: job_store.engines.engines())
+    async with harness.connected() as job_store:
+        assert {"engine-0-a": (REPORT, False)} == await job_store.engines.engines()
 
 
-def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: StoreHarness) -> None:
-    async def scenario(job_store: JobStore) -> None:
+async def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: StoreHarness) -> None:
+    async with harness.connected() as job_store:
         assignments = job_store.assignments
         old, new = await assignments.take_over(), await assignments.take_over()
         await job_store.engines.heartbeat("e", REPORT, register=True)
@@ -277,15 +260,13 @@ def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: Sto
         with pytest.raises(StaleCoordinatorError):
             await assignments.reclaim(old, "e")
 
-    harness.run(scenario)
 
-
-def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(
+async def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(
     harness: StoreHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = request()
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         await job_store.requests.admit(harness.submit(asked), asked)
         await job_store.engines.heartbeat("e", REPORT, register=True)
         harness.redis.config_set("maxmemory", 1)
@@ -299,16 +280,14 @@ def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(
         finally:
             harness.redis.config_set("maxmemory", 0)
         assert await waiting
-
-    harness.run(scenario)
     assert ["uid/r/0/0"] == harness.results()
     assert 1 == harness.redis.xlen(JOB.outbox)
 
 
-def test_unread_results_are_measured(harness: StoreHarness) -> None:
+async def test_unread_results_are_measured(harness: StoreHarness) -> None:
     asked = request(n=20)
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         assert [] == await job_store.results.unread_bytes([])
         assert [0, 0] == await job_store.results.unread_bytes(["trainer", "other"])
         await job_store.requests.admit(harness.submit(asked), asked)
@@ -322,28 +301,24 @@ def test_unread_results_are_measured(harness: StoreHarness) -> None:
         assert [b"%d" % sum(sizes[: number + 1]) for number in range(20)] == [fields[b"w"] for fields in updates]
         assert [b"%d" % sample for sample in range(20)] == [fields[b"s"] for fields in updates]
 
-    harness.run(scenario)
 
-
-def test_results_expire_or_are_kept_until_they_are_released(harness: StoreHarness) -> None:
+async def test_results_expire_or_are_kept_until_they_are_released(harness: StoreHarness) -> None:
     expiring, kept = request("expiring", n=1, keep_seconds=60), request("kept", n=1)
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         for asked in (expiring, kept):
             await job_store.requests.admit(harness.submit(asked), asked)
             await job_store.rollouts.finish(asked, rollout(asked, 0))
-
-    harness.run(scenario)
     assert 0 < harness.redis.ttl(JOB.results("expiring")) <= 60
     assert -1 == harness.redis.ttl(JOB.results("kept"))
     assert ["uid/kept/0/0"] == harness.results()
 
 
-def test_results_that_were_released_are_dropped(harness: StoreHarness) -> None:
+async def test_results_that_were_released_are_dropped(harness: StoreHarness) -> None:
     asked, early = request(n=3), request("early", n=1)
     both = [key for name in ("r", "early") for key in (JOB.ledger(name), JOB.results(name))]
 
-    async def scenario(job_store: JobStore) -> None:
+    async with harness.connected() as job_store:
         first = harness.submit(asked)
         await job_store.requests.admit(first, asked)
         await job_store.rollouts.finish(asked, rollout(asked, 0))
@@ -361,8 +336,6 @@ def test_results_that_were_released_are_dropped(harness: StoreHarness) -> None:
             assert await job_store.rollouts.finish(asked, rollout(asked, sample))
         # One that the job had not admitted is never sampled.
         assert Admission.REPEATED is await job_store.requests.admit(harness.submit(early), early)
-
-    harness.run(scenario)
     assert [] == harness.results() == harness.redis.keys(JOB.results("*"))
     assert 0 == harness.redis.xlen(JOB.requests)
     assert 1 == harness.redis.xlen(JOB.result_updates("trainer"))
@@ -403,30 +376,31 @@ def answer_requests(url: str, stop_before: int) -> None:
     redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async
     harness = StoreHarness(url)
 
-    async def scenario(job_store: JobStore) -> None:
-        assignments, rollouts = job_store.assignments, job_store.rollouts
-        coordinator = await assignments.take_over()
-        engine = f"e{coordinator}"
-        await job_store.engines.heartbeat(engine, REPORT, register=True)
-        for entry in await job_store.incoming.entries(Stream.REQUESTS):
-            asked = decode(entry.data)
-            assert isinstance(asked, RolloutRequest)
-            if await job_store.requests.admit(entry.entry_id, asked) not in (Admission.NEW, Admission.KNOWN):
-                continue
-            ((done, _),) = await job_store.requests.progress([asked.request_id])
-            unfinished = [sample for sample in range(SAMPLES) if sample not in done]
-            orders = [Order.sample(Assignment(asked.request_id, sample, entry.entry_id)) for sample in unfinished]
-            await assignments.send(coordinator, engine, orders)
-            for order in await assignments.inbox(engine):
-                if order.assignment is not None:
-                    sample = order.assignment.sample
-                    partial = Partial(token_ids=[sample], weight_spans=[WeightSpan(start=0, weight_version=1)])
-                    await rollouts.checkpoint(asked, sample, partial)
-                    await rollouts.finish(asked, rollout(asked, sample), engine=engine, order=order.order_id)
+    async def answer() -> None:
+        async with harness.connected() as job_store:
+            assignments, rollouts = job_store.assignments, job_store.rollouts
+            coordinator = await assignments.take_over()
+            engine = f"e{coordinator}"
+            await job_store.engines.heartbeat(engine, REPORT, register=True)
+            for entry in await job_store.incoming.entries(Stream.REQUESTS):
+                asked = decode(entry.data)
+                assert isinstance(asked, RolloutRequest)
+                if await job_store.requests.admit(entry.entry_id, asked) not in (Admission.NEW, Admission.KNOWN):
+                    continue
+                ((done, _),) = await job_store.requests.progress([asked.request_id])
+                unfinished = [sample for sample in range(SAMPLES) if sample not in done]
+                orders = [Order.sample(Assignment(asked.request_id, sample, entry.entry_id)) for sample in unfinished]
+                await assignments.send(coordinator, engine, orders)
+                for order in await assignments.inbox(engine):
+                    if order.assignment is not None:
+                        sample = order.assignment.sample
+                        partial = Partial(token_ids=[sample], weight_spans=[WeightSpan(start=0, weight_version=1)])
+                        await rollouts.checkpoint(asked, sample, partial)
+                        await rollouts.finish(asked, rollout(asked, sample), engine=engine, order=order.order_id)
+                harness.relay.drain()
             harness.relay.drain()
-        harness.relay.drain()
 
-    harness.run(scenario)
+    asyncio.run(answer())
 
 
 def test_a_process_killed_before_any_packet_loses_and_duplicates_no_rollout(harness: StoreHarness) -> None:

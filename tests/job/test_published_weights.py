@@ -1,8 +1,9 @@
-"""How an engine follows a trainer that sends weights from its memory, without vLLM."""
+"""How engines follow published weights, without vLLM: transfers from a trainer's memory, and checksums of files."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from rollout_api import WeightUpdate, encode
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import InitWeightTransfer, TransferStep, WeightTransfer
-from rollout_store.job import EngineReport, JobStore
+from rollout_api.weights.checksum import checksum
+from rollout_store.job import EngineReport, JobStore, job_record
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine_worker import published_weights
@@ -83,3 +85,95 @@ def test_a_transfer_ends_if_the_trainer_does_not_continue_it(
         monkeypatch.setattr(published_weights, "TRANSFER_START_TIMEOUT_S", 0.1)
     with pytest.raises(EngineError, match=reason):
         asyncio.run(received(redis_url, messages, group=group))
+
+
+class Computations:
+    """Counts how often a checksum is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(job_record, "checksum", self)
+
+    def __call__(self, directory: Path) -> str:
+        self.count += 1
+        return checksum(directory)
+
+
+@pytest.fixture
+def computations(monkeypatch: pytest.MonkeyPatch) -> Computations:
+    return Computations(monkeypatch)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "a.safetensors").write_bytes(b"first")
+    (tmp_path / "b.safetensors").write_bytes(b"second")
+    return tmp_path
+
+
+def compute(url: str, directory: Path, expected: str, engines: int = 1) -> list[str]:
+    """Return the checksums that several engines get at the same time."""
+
+    async def run() -> list[str]:
+        stores = [JobStore.connect(url, MessageKeys("checksums")) for _ in range(engines)]
+        try:
+            found = [store.weight_checksums(directory, expected) for store in stores]
+            return list(await asyncio.gather(*found))
+        finally:
+            for store in stores:
+                await store.close()
+
+    return asyncio.run(run())
+
+
+def test_one_of_several_engines_computes_the_checksum(
+    redis_url: str, weights: Path, computations: Computations
+) -> None:
+    expected = checksum(weights)
+    assert [expected] * 5 == compute(redis_url, weights, expected, engines=5)
+    assert [expected] == compute(redis_url, weights, expected)
+    assert 1 == computations.count
+
+
+@pytest.mark.parametrize("kind", ["other bytes", "other time", "other file", "more files"])
+def test_it_is_computed_again_for_other_files(
+    redis_url: str, weights: Path, computations: Computations, kind: str
+) -> None:
+    compute(redis_url, weights, checksum(weights))
+    path = weights / "a.safetensors"
+    if kind == "other bytes":
+        path.write_bytes(b"other, longer")
+    elif kind == "other time":
+        os.utime(path, ns=(1, 1))
+    elif kind == "other file":
+        stat, new = path.stat(), weights / "new"
+        new.write_bytes(path.read_bytes())
+        os.utime(new, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        new.replace(path)
+    else:
+        (weights / "c.safetensors").write_bytes(b"third")
+    expected = checksum(weights)
+    assert [expected] == compute(redis_url, weights, expected)
+    assert 2 == computations.count
+
+
+def test_a_checksum_that_is_not_the_expected_one_is_computed_here(
+    redis_url: str, weights: Path, computations: Computations
+) -> None:
+    found = checksum(weights)
+    assert [found] * 3 == compute(redis_url, weights, "0" * 64, engines=3)
+    assert 3 == computations.count
+
+
+def test_an_engine_that_fails_leaves_the_checksum_to_another_one(
+    redis_url: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> str:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(job_record, "checksum", fail)
+        with pytest.raises(OSError, match="stale file handle"):
+            compute(redis_url, weights, "0" * 64)
+    expected = checksum(weights)
+    assert [expected] == compute(redis_url, weights, expected)

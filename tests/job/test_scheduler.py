@@ -135,27 +135,6 @@ def test_engines_are_filled_evenly_and_beyond_their_slots_only_while_many_sample
     assert 5 == len(place(scheduler, engine("a", max_running=4)))
 
 
-def test_a_pinned_group_waits_for_its_weight_version() -> None:
-    scheduler = scheduler_with(group("pinned", 1, 1, versions=VersionBounds(pinned=3)), group("free", 2, 1))
-    assert [("free", 0, "a")] == place(scheduler, engine(version=2))
-    assert [("pinned", 0, "a")] == place(scheduler, engine(version=3))
-
-
-def test_a_group_with_a_minimum_version_waits_for_it_or_a_later_one() -> None:
-    scheduler = scheduler_with(group("bounded", 1, 1, versions=VersionBounds(minimum=3)), group("free", 2, 1))
-    assert [("free", 0, "a")] == place(scheduler, engine(version=2))
-    assert [("bounded", 0, "a")] == place(scheduler, engine(version=4))
-
-
-def test_a_group_with_a_maximum_staleness_starts_on_engines_that_are_not_too_far_behind() -> None:
-    scheduler = scheduler_with(group("bounded", 1, 2, versions=VersionBounds(max_staleness=1)))
-    behind, older = engine("behind", version=6), engine("older", version=5)
-    assert [("bounded", 0, "behind"), ("bounded", 1, "behind")] == place(scheduler, behind, older, newest=7)
-    scheduler = scheduler_with(group("bounded", 1, 1, versions=VersionBounds(max_staleness=1)))
-    assert [] == place(scheduler, older, newest=7)
-    assert [("bounded", 0, "older")] == place(scheduler, older, newest=6)
-
-
 def test_requests_without_drafts_run_on_engines_without_speculation_if_there_are_any() -> None:
     scheduler = scheduler_with(group("off", 1, 1, non_speculative=True), group("on", 2, 1))
     assert [("on", 0, "a")] == place(scheduler, engine("a"), engine("n", assigned=4, non_speculative=True))
@@ -165,12 +144,6 @@ def test_requests_without_drafts_run_on_engines_without_speculation_if_there_are
     # A job without speculation has only engines without speculation.
     scheduler = scheduler_with(group("on", 1, 1))
     assert [("on", 0, "n")] == place(scheduler, engine("n", non_speculative=True))
-
-
-def test_rollouts_of_slow_clients_do_not_start() -> None:
-    scheduler = scheduler_with(group("g", 1, 2))
-    assert [] == place(scheduler, engine(), slow=frozenset({"trainer"}))
-    assert 2 == len(place(scheduler, engine()))
 
 
 def test_a_turn_runs_on_the_engine_that_has_its_prefix_cached_if_that_is_alive() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -201,42 +200,36 @@ def test_the_lines_over_time_begin_at_the_same_column() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 160])
-def test_the_application_shows_the_job_and_can_be_frozen(width: int) -> None:
+async def test_the_application_shows_the_job_and_can_be_frozen(width: int) -> None:
     jobs = [live_job(engine("engine-0"), done=done) for done in range(11, 15)]
     reads = iter(jobs)
 
     async def read() -> LiveJob | None:
         return next(reads)
 
-    async def scenario() -> None:
-        app = TopApp("default/math", read)
-        async with app.run_test(size=(width, 40)) as pilot:
+    app = TopApp("default/math", read)
+    async with app.run_test(size=(width, 40)) as pilot:
 
-            def header() -> str:
-                return text(app.query_one("#header", Static).content, width)  # type: ignore[arg-type]
+        def header() -> str:
+            return text(app.query_one("#header", Static).content, width)  # type: ignore[arg-type]
 
-            assert "11 of 40" in header()
-            await app.refresh_view()
-            assert "12 of 40" in header()
-            await pilot.press("space")
-            await app.refresh_view()
-            assert "12 of 40" in header()
-            await pilot.press("space")
-            await app.refresh_view()
-            assert "13 of 40" in header()
-            await pilot.press("q")
-        assert app.return_code == 0
-
-    asyncio.run(scenario())
+        assert "11 of 40" in header()
+        await app.refresh_view()
+        assert "12 of 40" in header()
+        await pilot.press("space")
+        await app.refresh_view()
+        assert "12 of 40" in header()
+        await pilot.press("space")
+        await app.refresh_view()
+        assert "13 of 40" in header()
+        await pilot.press("q")
+    assert app.return_code == 0
 
 
-def test_the_application_says_that_no_coordinator_runs() -> None:
+async def test_the_application_says_that_no_coordinator_runs() -> None:
     async def read() -> None:
         return None
 
-    async def scenario() -> None:
-        app = TopApp("default/math", read)
-        async with app.run_test():
-            assert "No coordinator runs" in str(app.query_one("#header", Static).content)
-
-    asyncio.run(scenario())
+    app = TopApp("default/math", read)
+    async with app.run_test():
+        assert "No coordinator runs" in str(app.query_one("#header", Static).content)

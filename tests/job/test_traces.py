@@ -21,7 +21,7 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.job_info import parse_traceparent
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.messages import Close, Message, RolloutId, RolloutRequest, decode, encode
+from rollout_api.protocol.messages import Close, Message, RolloutRequest, decode, encode
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect
 from rollout_head.child_services import JobServices
@@ -31,7 +31,6 @@ from rollout_head.relay import Relay
 from rollout_head.tracing import (
     TraceExporter,
     is_tracing_requested,
-    span_of_append,
     span_of_request,
     spans_of_rollout,
 )
@@ -119,15 +118,6 @@ def test_a_sampled_rollout_has_counts() -> None:
         "rollout.oldest_weight_version": 4,
         "rollout.newest_weight_version": 5,
     } == sample.attributes
-
-
-def test_the_spans_of_a_request_have_different_ids() -> None:
-    children = [span for sample in range(3) for span in spans_of_rollout(TRACE, ended(sample=sample))]
-    children += [span_of_append(TRACE, RolloutId("uid", "r", sample), 15.0, 14.0) for sample in range(3)]
-    spans = [span_of_request(TRACE, ended(), has_failed=True), *children]
-    assert len(spans) == len({span.span_id for span in spans})
-    assert [True] + [False] * len(children) == [span.is_request for span in spans]
-    assert (15.0, 15.0) == (children[-1].started_at, children[-1].ended_at)
 
 
 def trace_of(asked: RolloutRequest) -> RequestTrace:
@@ -470,32 +460,6 @@ def test_a_collector_that_does_not_answer_delays_nothing(
     traces.close()
     assert time.monotonic() - began < 50  # a single batch waits for a hundred seconds
     assert "Queue full, dropping Span." in caplog.text
-
-
-def test_a_coordinator_works_on_while_the_collector_does_not_answer(
-    silent_address: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", silent_address)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")
-
-    async def play() -> list[float]:
-        traces = TraceExporter("coordinator", "default/live", JOB.uid)
-        coordinator, job_store = in_process_coordinator(redis_url, traces)
-        durations = []
-        async with traced_job(redis_url, JOB) as job:
-            running = asyncio.ensure_future(coordinator.run())
-            for index in range(8):
-                began = time.monotonic()
-                await job.answer(request(f"r{index}"))
-                durations.append(time.monotonic() - began)
-                await asyncio.sleep(0.2)  # the coordinator reads what has ended every 0.1 s
-            await cancel_and_wait(running)
-        await job_store.close()
-        return durations
-
-    # The first answer includes the start of the coordinator. A request to the collector takes 100 seconds to fail.
-    assert max(asyncio.run(play())[1:]) < 50
 
 
 def test_a_job_ends_although_its_collector_is_down(

@@ -72,41 +72,34 @@ def test_tokens_arrive_while_they_are_sampled(job_harness: JobHarness) -> None:
     job_harness.run(scenario)
 
 
-def test_another_engine_continues_after_the_tokens_that_were_streamed(job_harness: JobHarness) -> None:
+@pytest.mark.parametrize("end", ["is killed", "leaves", "loses its lease"])
+def test_another_engine_continues_after_the_tokens_that_were_streamed(job_harness: JobHarness, end: str) -> None:
     async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
         reference = ReferenceDistribution(job_harness.models / "0")
         received = Received()
-        async with connect(job_harness, running) as client:
-            prompt = endless(8, top_logprobs=2)
-            task = asyncio.ensure_future(client.rollouts(prompt, on_tokens=received))
-            await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
-            assert running.workers["engine-0"].running
-            await running.kill("engine-0")
-            rollouts = await task
-        received.assert_beginning_of(rollouts)
-        assert_delivered_once(running, rollouts, 8)
-        for rollout in rollouts:
-            assert LENGTH == len(rollout.token_ids)
-            sampling = Sampling(top_logprobs=2, allowed_token_ids=ENDLESS)
-            check_likely_tokens(reference, PROMPT, rollout.since(0), sampling)
-
-    job_harness.run(scenario)
-
-
-def test_an_engine_that_leaves_hands_its_streams_over(job_harness: JobHarness) -> None:
-    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
-        received = Received()
         sampled_before = sum(engine.counters.tokens for engine in job_harness.engines.values())
         async with connect(job_harness, running) as client:
-            task = asyncio.ensure_future(client.rollouts(endless(8), on_tokens=received))
+            task = asyncio.ensure_future(client.rollouts(endless(8, top_logprobs=2), on_tokens=received))
             await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
-            assert running.workers["engine-0"].running
-            await running.drain("engine-0")
+            ending = running.workers["engine-0"]
+            assert ending.running
+            if end == "is killed":
+                await running.kill("engine-0")
+            elif end == "leaves":
+                await running.drain("engine-0")
+            else:
+                # It goes on sampling, but can neither stream nor finish rollouts that were given to another engine.
+                running.redis.delete(running.keys.lease(ending.engine_id))
             rollouts = await task
         sampled = sum(engine.counters.tokens for engine in job_harness.engines.values()) - sampled_before
-        assert 8 * LENGTH == sampled  # no token was sampled twice
+        assert end != "leaves" or 8 * LENGTH == sampled  # no token was sampled twice
         received.assert_beginning_of(rollouts)
         assert_delivered_once(running, rollouts, 8)
+        assert {LENGTH} == {len(rollout.token_ids) for rollout in rollouts}
+        if end == "is killed":
+            sampling = Sampling(top_logprobs=2, allowed_token_ids=ENDLESS)
+            for rollout in rollouts:
+                check_likely_tokens(reference, PROMPT, rollout.since(0), sampling)
 
     job_harness.run(scenario)
 
@@ -125,27 +118,6 @@ def test_a_process_that_joins_late_receives_all_tokens(job_harness: JobHarness) 
             received.assert_beginning_of(found[0])
             assert received.num_tokens(0) > 50
         assert_delivered_once(running, found[0], 2)
-
-    job_harness.run(scenario)
-
-
-def test_an_engine_whose_rollouts_were_given_to_another_one_can_neither_stream_nor_finish_them(
-    job_harness: JobHarness,
-) -> None:
-    """It is paused for so long that its lease expires, and continues afterwards."""
-
-    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
-        received = Received()
-        async with connect(job_harness, running) as client:
-            task = asyncio.ensure_future(client.rollouts(endless(8), on_tokens=received))
-            await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
-            paused = running.workers["engine-0"]
-            assert paused.running
-            # Its heartbeats end, but not its rollouts.
-            running.redis.delete(running.keys.lease(paused.engine_id))
-            rollouts = await task
-        received.assert_beginning_of(rollouts)
-        assert_delivered_once(running, rollouts, 8)
 
     job_harness.run(scenario)
 

@@ -57,8 +57,8 @@ from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import EngineCounters
 from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.published_weights import WeightDirectories
+from rollout_worker.engine_worker.worker import EngineWorker
 from tests.support.redis_servers import Server
 
 UID = "load"

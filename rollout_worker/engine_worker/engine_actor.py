@@ -30,11 +30,11 @@ from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_client import own_address
-from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.engine_group import EngineGroup
 from rollout_worker.engine_worker.engine_setup import engine_config
 from rollout_worker.engine_worker.fleet import EngineState
 from rollout_worker.engine_worker.published_weights import WeightDirectories
+from rollout_worker.engine_worker.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 _EXIT_FAILED = 1

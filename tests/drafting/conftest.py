@@ -8,6 +8,7 @@ import sys
 
 if "DAS_NATIVE" in os.environ:
     name = "rollout_worker.drafting._native"
+    assert name not in sys.modules, "the index was imported before, so the build with sanitizers would not be tested"
     spec = importlib.util.spec_from_file_location(name, os.environ["DAS_NATIVE"])
     assert spec is not None
     assert spec.loader is not None

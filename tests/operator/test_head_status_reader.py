@@ -16,7 +16,6 @@ from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.status import EngineEntry, ServedStatus
-from tests.support.event_loops import in_event_loop
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
 """A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
@@ -60,7 +59,6 @@ def ignore() -> None:
     pass
 
 
-@in_event_loop
 async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """If each were waited for until its request times out, this would take 48 s in each of the two rounds."""
     reader = HeadStatusReader()
@@ -84,7 +82,6 @@ async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pyt
         await reader.close()
 
 
-@in_event_loop
 async def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
     reader, announced = HeadStatusReader(), asyncio.Event()
     async with serving(HEALTHY, 1):
@@ -97,7 +94,6 @@ async def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> N
         await reader.close()
 
 
-@in_event_loop
 async def test_a_head_that_stops_answering_loses_its_status() -> None:
     reader, pod = HeadStatusReader(lifetime_s=0.0), head(HEALTHY, "head")
     async with serving(HEALTHY, 0):

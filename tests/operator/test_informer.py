@@ -13,8 +13,6 @@ from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
 from rollout_operator.objects.runtimes import RuntimeKey
 
-from tests.support.event_loops import in_event_loop
-
 KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
 RUNTIME = {"metadata": {"name": "h100", "uid": "1"}, "spec": {"image": {"name": "platform:1"}}}
 
@@ -37,7 +35,6 @@ class Api:
 
 
 @pytest.mark.parametrize("status", [403, 404])
-@in_event_loop
 async def test_an_optional_kind_that_is_not_available_is_not_waited_for(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +53,6 @@ async def test_an_optional_kind_that_is_not_available_is_not_waited_for(
     task.cancel()
 
 
-@in_event_loop
 async def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(informer, "_RETRY_DELAY_S", 0.01)
     queue = WorkQueue[JobKey]()

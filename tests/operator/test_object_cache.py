@@ -14,7 +14,6 @@ from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.objects import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
-from tests.support.event_loops import in_event_loop
 
 
 def owned(name: str, uid: str, owner: str = "job-uid", **more: Any) -> dict[str, Any]:
@@ -136,7 +135,6 @@ def test_the_selected_namespaces_follow_the_watch() -> None:
     assert ["a", "b", "b", "a"] == changes
 
 
-@in_event_loop
 async def test_the_jobs_of_a_namespace_that_is_selected_are_reconciled_and_counted() -> None:
     api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
     reconciler = Reconciler(api, cache, "image")

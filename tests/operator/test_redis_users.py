@@ -32,7 +32,6 @@ from rollout_api.protocol.access_rules import service_rules
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.address import Kind, parse_address, without_password
 from rollout_api.redis_client.connection import connect, connect_async
-from tests.support.event_loops import in_event_loop
 from tests.support.redis_servers import Certificates, Server
 
 KEY = b"k" * 32
@@ -110,7 +109,6 @@ def test_a_job_with_an_invalid_manifest_has_no_user() -> None:
     assert job_user(job("math", workers={"replicas": -1})) is None
 
 
-@in_event_loop
 async def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Server) -> None:
     api, client = StandInApi(), connect_async(server.url)
     manager = RedisUserManager(
@@ -148,7 +146,6 @@ async def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Serv
     await client.aclose()
 
 
-@in_event_loop
 async def test_the_secret_of_an_earlier_job_of_this_name_delays_that_of_a_new_job_only_until_it_is_deleted(
     server: Server,
 ) -> None:
@@ -166,7 +163,6 @@ async def test_the_secret_of_an_earlier_job_of_this_name_delays_that_of_a_new_jo
     await client.aclose()
 
 
-@in_event_loop
 async def test_the_secret_of_a_job_that_is_deleted_in_the_foreground_is_created_again_for_its_cleanup(
     server: Server,
 ) -> None:
@@ -197,7 +193,6 @@ async def test_the_secret_of_a_job_that_is_deleted_in_the_foreground_is_created_
     await client.aclose()
 
 
-@in_event_loop
 async def test_only_the_jobs_of_selected_namespaces_have_users(server: Server) -> None:
     api, client = StandInApi(), connect_async(server.url)
     namespaces: set[str] = set()
@@ -212,7 +207,6 @@ async def test_only_the_jobs_of_selected_namespaces_have_users(server: Server) -
     await client.aclose()
 
 
-@in_event_loop
 async def test_users_recognize_the_server_by_the_certificate_in_their_url(tmp_path: Path) -> None:
     certificates = Certificates.make(tmp_path / "certificates")
     settings = {"tls-auth-clients": "no"}

@@ -22,7 +22,6 @@ from rollout_operator.objects.observed import PodView
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.history_service.service import HistoryServer, ServiceState
-from tests.support.event_loops import in_event_loop
 from tests.support.job_status import job_status
 
 TOKEN = "a-token-of-thirty-two-characters"
@@ -57,7 +56,6 @@ def operator_server() -> OperatorServer:
     ],
     ids=["operator", "history service"],
 )
-@in_event_loop
 async def test_the_metrics_of_a_service_need_the_token(make: Callable[[], Any], readyz: int) -> None:
     server = make()
     url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -79,7 +77,6 @@ async def serving_head(token: StatusToken) -> AsyncIterator[str]:
         await server.stop()
 
 
-@in_event_loop
 async def test_the_pages_of_a_head_need_the_token() -> None:
     probes = {"healthz": 200, "readyz": 200}
     async with serving_head(WITH_TOKEN) as url:
@@ -90,7 +87,6 @@ async def test_the_pages_of_a_head_need_the_token() -> None:
         assert {"status": 200, "metrics": 200, **probes} == await statuses(url, {})
 
 
-@in_event_loop
 async def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "_MAX_WAIT_S", 10.0)
     async with serving_head(WITH_TOKEN) as url:

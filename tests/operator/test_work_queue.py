@@ -6,8 +6,6 @@ import asyncio
 
 from rollout_operator.cluster.informer import WorkQueue
 
-from tests.support.event_loops import in_event_loop
-
 
 async def assert_nothing_due(queue: WorkQueue[str], seconds: float) -> None:
     getting = asyncio.ensure_future(queue.get())
@@ -16,7 +14,6 @@ async def assert_nothing_due(queue: WorkQueue[str], seconds: float) -> None:
     getting.cancel()
 
 
-@in_event_loop
 async def test_a_key_that_is_added_many_times_is_handed_out_once() -> None:
     queue: WorkQueue[str] = WorkQueue()
     for _ in range(5):
@@ -26,7 +23,6 @@ async def test_a_key_that_is_added_many_times_is_handed_out_once() -> None:
     await assert_nothing_due(queue, 0.05)
 
 
-@in_event_loop
 async def test_a_key_that_is_added_while_it_is_processed_is_handed_out_again_afterwards() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("a")
@@ -39,7 +35,6 @@ async def test_a_key_that_is_added_while_it_is_processed_is_handed_out_again_aft
     assert "a" == await queue.get()
 
 
-@in_event_loop
 async def test_the_earliest_due_time_counts() -> None:
     queue: WorkQueue[str] = WorkQueue()
     loop = asyncio.get_running_loop()
@@ -53,7 +48,6 @@ async def test_the_earliest_due_time_counts() -> None:
     await assert_nothing_due(queue, 0.05)
 
 
-@in_event_loop
 async def test_a_failed_key_is_retried_with_growing_delays() -> None:
     queue: WorkQueue[str] = WorkQueue()
     loop = asyncio.get_running_loop()
@@ -69,7 +63,6 @@ async def test_a_failed_key_is_retried_with_growing_delays() -> None:
     assert delays[0] < delays[1] < delays[2]
 
 
-@in_event_loop
 async def test_a_discarded_key_is_not_handed_out() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("a", 0.05)

@@ -22,8 +22,8 @@ from rollout_store.job import JobStore
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine_worker import EngineWorker
 from rollout_worker.engine_worker.published_weights import WeightDirectories
+from rollout_worker.engine_worker.worker import EngineWorker
 from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.waiting import wait_for_async

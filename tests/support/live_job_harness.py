@@ -10,7 +10,7 @@ from typing import Any
 from rollout_api import AsyncRolloutClient, Prompt, Rollout, RolloutId
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine_worker import EngineWorker
+from rollout_worker.engine_worker.worker import EngineWorker
 from tests.support.in_process_job import LiveJob, live, manifest
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread
 from tests.support.waiting import wait_for_async

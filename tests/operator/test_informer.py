@@ -43,7 +43,7 @@ async def test_an_optional_kind_that_is_not_available_is_not_waited_for(
     jobs = ObjectCache()
     reference = {"runtimeRef": {"name": "h100"}}
     jobs.update_job({"metadata": {"namespace": "rl", "name": "math", "uid": "2"}, "spec": reference})
-    runtimes = RuntimeCache(jobs, queue)
+    runtimes = RuntimeCache(jobs, queue.add)
     watched = Informer(Api(status, errors=2), runtimes, queue, CLUSTER_RUNTIMES, "", selector="", optional=True)
     task = asyncio.ensure_future(watched.run())
     await asyncio.wait_for(watched.synced.wait(), 5)
@@ -57,7 +57,7 @@ async def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: 
     monkeypatch.setattr(informer, "_RETRY_DELAY_S", 0.01)
     queue = WorkQueue[JobKey]()
     watched = Informer(
-        Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue), queue, CLUSTER_RUNTIMES, "", selector=""
+        Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue.add), queue, CLUSTER_RUNTIMES, "", selector=""
     )
     task = asyncio.ensure_future(watched.run())
     await asyncio.sleep(0.2)

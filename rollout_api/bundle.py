@@ -18,7 +18,7 @@ from rollout_api.redaction import Redactor
 
 README = "README.md"
 _MAX_REASON = 500
-"""Length to which the reason is cut why a file is missing."""
+"""Maximum length of the reason why a file is missing; the rest is cut."""
 _MAX_MEMBER_BYTES = 256 << 20
 ARCHIVE_KEY = "bundle.tar.gz"
 """Key of the archive in the ConfigMap that the operator keeps of a failed job."""
@@ -41,7 +41,7 @@ class BundleArchive:
 
         Args:
             file: what the archive is written to; it is not closed.
-            folder: name of the folder in which all files of the archive are.
+            folder: name of the folder that contains all files of the archive.
             redactor: removes secrets.
         """
         self._tar = tarfile.open(fileobj=file, mode="w:gz")  # noqa: SIM115 - close() closes it

@@ -10,10 +10,10 @@ from urllib.parse import quote, unquote
 from rollout_api.redis_client.address import without_password
 
 HIDDEN = "***"
-"""What stands in place of a secret."""
+"""The text that replaces a secret."""
 
 _MIN_KNOWN_LENGTH = 4
-"""Length from which a known secret is removed wherever it occurs; shorter ones occur in ordinary words."""
+"""Minimum length of a known secret that is removed wherever it occurs; shorter ones occur in ordinary words."""
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://(?:[^\s\"`@/]{1,256}@)?[^\s\"'<>`]+")
 _SECRET_SHAPES = re.compile(
     r"""
@@ -134,7 +134,7 @@ class Redactor:
         return redacted
 
     def _arguments(self, values: Sequence[Any]) -> list[Any]:
-        """Redact a list, which may be a command line in which the value of an option follows its name."""
+        """Redact a list, which may be a command line: the value of an option follows its name."""
         redacted = []
         option = ""
         for value in values:

@@ -58,7 +58,7 @@ class ConversationText:
 
     Args:
         decode: returns the text of tokens, including that of special tokens.
-        end_tokens: tokens with which the model ends a response.
+        end_tokens: tokens that end a response of the model.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], end_tokens: Set[int]) -> None:

@@ -26,7 +26,7 @@ _ENDS = {
 
 
 class ResponseOutputs:
-    """The outputs from which vLLM's server builds one response."""
+    """The outputs that vLLM's server builds one response from."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         params = request.params

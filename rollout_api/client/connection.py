@@ -1,4 +1,4 @@
-"""What all clients of a job have in common: how they find the job, and their life from opening to closing."""
+"""The common part of all clients of a job: finding the job, and their life from opening to closing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobSession:
 
     Args:
         channel: channel to the job.
-        job_name: ``namespace/name`` by which the client found the job; None if it was given the uid.
+        job_name: ``namespace/name`` that the client found the job by; None if it was given the uid.
         leftovers: receives the requests with results that no step awaits; None if the results expire.
     """
 

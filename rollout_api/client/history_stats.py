@@ -31,9 +31,9 @@ HistoryClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 _CLUSTER_SETTINGS: dict[str, Any] = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
 _CLUSTER_RETRIES = 1
 _PROBLEMS_PER_ROUND_TRIP = 256
-"""Maximum number of problems in one pipeline of commands, each of which returns some kilobytes."""
+"""Maximum number of problems in one pipeline of commands. Each command returns some kilobytes."""
 DEFAULT_THRESHOLD = 0.5
-"""Reward from which a rollout passes, by default: it separates rewards of 0 and 1, and of −1 and 1."""
+"""Default of the lowest reward of a rollout that passes: it separates rewards of 0 and 1, and of −1 and 1."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RewardStats:
 
         Args:
             entries: the entries of the problem's rollouts.
-            threshold: reward from which a rollout passes. It is rounded to binary32, as the rewards are, so that a
+            threshold: lowest reward of a rollout that passes. It is rounded to binary32, as the rewards are, so that a
                 reward that was reported as 0.9 reaches a threshold of 0.9.
             oldest_generation: oldest generation whose rollouts count.
         """

@@ -28,7 +28,7 @@ _BATCH_BYTES = 4_000_000
 _RETRY_PAUSE_S = 0.2
 """Pause while the job has no room for another request."""
 _LAST_BATCH_TIMEOUT_S = 2.0
-"""How long a cancellation waits for the batch of requests that is being sent."""
+"""Time that a cancellation waits for the batch of requests that is being sent."""
 _FIRST_CANCEL_PAUSE_S, _MAX_CANCEL_PAUSE_S = 2.0, 60.0
 """Pause before a cancellation is first repeated, which doubles with each repetition, and the longest pause."""
 _RESAMPLED_SUFFIX = re.compile(r"\.r\d+$")
@@ -71,7 +71,7 @@ class RequestQueue:
             num_answered = self._reader.num_answered - self._answered_before_status
             in_job = max(in_job, self._open_in_job + self._sent_since_status - num_answered)
         in_job += num_in_batch
-        # A job in which nothing is open takes every request that passed validation.
+        # A job without open requests takes every request that passed validation.
         return not in_job or in_job + num_rollouts <= self._job.max_rollouts
 
     async def run(self) -> None:
@@ -116,7 +116,7 @@ class RequestQueue:
 
         Args:
             requests: the requests.
-            withdrawal: error for those that were not sent, of which nothing is expected any more.
+            withdrawal: error for those that were not sent; nothing more is expected of them.
         """
         # The batch that is being sent counts as sent, unless Redis is full or unreachable.
         with suppress(asyncio.TimeoutError):
@@ -150,7 +150,7 @@ class RequestQueue:
     # Requests.
 
     def _next_batch(self) -> list[OpenRequest]:
-        """Remove the next requests from the queue: those for which the job has room, and those that may not wait."""
+        """Remove the next requests from the queue: those that the job has room for, and those that may not wait."""
         batch: list[OpenRequest] = []
         waiting: list[OpenRequest] = []
         num_rollouts = size = 0

@@ -346,7 +346,7 @@ def _without_objects(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _backend(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the backend with which all engines receive weights from a trainer's memory.
+    """Return the backend that all engines use to receive weights from a trainer's memory.
 
     Raises:
         InvalidRequestError: they have none, or different ones.

@@ -25,7 +25,7 @@ response."""
 
 logger = logging.getLogger(__name__)
 _PUBLISHED, _FAILED = "published", "failed"
-"""What the main process tells the others at the end; before, it tells them the route of each attempt."""
+"""The main process's message to the others at the end; before, it tells them the route of each attempt."""
 
 
 class JobRollouts:
@@ -322,7 +322,7 @@ class TrlWeights:
         client: client of this process.
         directory: directory for published weights, which the job sees under the same path; None if there is none.
         kept_versions: number of versions to keep in the directory.
-        timeout: seconds for which the job may have no coordinator or no engine, and seconds that its engines may take
+        timeout: seconds that the job may be without a coordinator or an engine, and seconds that its engines may take
             to load the weights.
     """
 

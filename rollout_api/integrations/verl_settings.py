@@ -15,7 +15,7 @@ FILES_NAME = "das-files"
 REDIS_URL_VARIABLE = "ROLLOUT_REDIS_URL"
 """Environment variable with the URL of the job's Redis."""
 TESTED = "0.9.1"
-"""Version of verl with which the adapter is tested."""
+"""Version of verl that the adapter is tested with."""
 
 
 def redis_url() -> str:

@@ -128,9 +128,9 @@ def failure_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 _HANDOVER_GRACE_S = 20
-"""Part of a worker's termination grace period in which it hands over the rollouts that have not finished."""
+"""Part of a worker's termination grace period for handing over unfinished rollouts."""
 _EXTRA_WAIT_S = 60
-"""Seconds for which the command waits longer than the grace period of a pod."""
+"""Seconds that the command waits beyond the grace period of a pod."""
 
 
 def choose_worker(job: str, pods: Sequence[dict[str, Any]], worker: str) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def forward_target(url: str, namespace: str) -> tuple[str, str, int]:
 
     Args:
         url: URL of an HTTP server or a Redis server.
-        namespace: namespace of the job, in which names without a namespace are.
+        namespace: namespace of the job, also for names without a namespace.
     """
     parts = urlsplit(url)
     host, default = parts.hostname or "", _SERVER_PORT if parts.scheme.startswith("http") else _REDIS_PORT

@@ -16,7 +16,7 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 8
-"""Size of a rollout's key, with which its entry starts."""
+"""Size of a rollout's key at the start of its entry."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sIf")
 ENTRY_BYTES = _ENTRY.size
 """Size of one rollout's entry."""
@@ -24,7 +24,7 @@ _RECENT = struct.Struct("<II")
 _MAX_DIGITS = 16
 """Maximum number of digits of a generation, so that it is an exact number in Lua, too."""
 DRAFT_SOURCES = ("history", "self", "siblings", "cross_problem")
-"""Where drafts are found: the problem's history, the rollout's own text, its siblings, and the cross-problem pool."""
+"""The sources of drafts: the problem's history, the rollout's own text, its siblings, and the cross-problem pool."""
 SAMPLED = 0
 """Code of a token that was sampled without an accepted draft token.
 

@@ -25,7 +25,7 @@ HISTORY_NAMES = "history:names"
 NUM_SHARDS = 16
 """Number of shards into which a history's problems are divided, so that no single key receives every write."""
 LEDGER_RETENTION_S = 7 * 24 * 3600
-"""Seconds for which an answered request is remembered, so that a repetition of it is refused."""
+"""Seconds to remember an answered request, so that a repetition of it is refused."""
 
 
 def job_uid_key(job: str) -> str:
@@ -185,7 +185,7 @@ class MessageKeys:
         return self._key(f"weight-checksum:{files}")
 
     def weight_checksum_claim(self, files: str) -> str:
-        """String with expiry, written by the engine that computes a checksum, for which the others wait."""
+        """String with expiry, written by the engine that computes a checksum while the others wait for it."""
         return self._key(f"weight-checksum-claim:{files}")
 
     failed_engines = _Key()
@@ -237,7 +237,7 @@ class HistoryKeys:
 
     @property
     def full_name(self) -> str:
-        """``namespace/name``, the form in which :data:`HISTORY_NAMES` lists it."""
+        """``namespace/name``, as in :data:`HISTORY_NAMES`."""
         return f"{self.namespace}/{self.name}"
 
     @property
@@ -252,7 +252,7 @@ class HistoryKeys:
     acceptance_by_age = _Key()
     """Hash, written by jobs: ``<age>:drafted`` and ``<age>:accepted`` → draft tokens from history of that age."""
     drafter_state = _Key()
-    """String, written by engines: a drafter's learned state, with which new engines start."""
+    """String, written by engines: a drafter's learned state. New engines start with it."""
 
     def log(self, problem: str) -> str:
         """Stream, written by the relay: the problem's recent rollouts, oldest first; see :meth:`blocks` for others."""

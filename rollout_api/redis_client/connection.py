@@ -33,7 +33,7 @@ _HEALTH_CHECK_INTERVAL_S = 30
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Seconds for which a starting head or worker waits for its server."""
+"""Seconds that a starting head or worker waits for its server."""
 _MIN_VERSION = (7, 0)
 _POLL_INTERVAL_S = 2.0
 _LOG_INTERVAL_S = 10.0

@@ -19,7 +19,7 @@ from redis.asyncio.client import Pipeline
 from rollout_api.asyncio_tasks import cancel_and_wait
 
 _INCOMPLETE = object()
-"""What the parser returns while it has no complete reply."""
+"""The parser returns this while it has no complete reply."""
 
 
 class _Command(NamedTuple):
@@ -30,14 +30,14 @@ class _Command(NamedTuple):
 
 
 class PipelinedConnection(asyncio.Protocol):
-    """A connection on which many commands are in flight at the same time. Replies arrive in their order.
+    """A connection with many commands in flight at the same time. Replies arrive in their order.
 
     redis-py connects and authenticates; afterwards, this class reads and writes the transport itself, because the
-    coroutines and time limits with which redis-py surrounds each command take several times the CPU time of the
+    coroutines and time limits that redis-py puts around each command take several times the CPU time of the
     command. Commands that are sent in the same iteration of the event loop are written together.
 
     Args:
-        pool: the pool to which the connection belongs.
+        pool: the pool that the connection belongs to.
         connection: a connection of the pool that is open and not used otherwise.
     """
 
@@ -238,7 +238,7 @@ class PipelinedRedis(redis.asyncio.Redis):
             commands: arguments and options of each.
 
         Returns:
-            For each command its reply, or the error with which the server has replied.
+            For each command its reply, or the server's error.
 
         Raises:
             redis.ConnectionError: the connection failed more often than the pool allows, or could not be opened.
@@ -297,7 +297,7 @@ class PipelinedRedis(redis.asyncio.Redis):
         return connection
 
     async def _open_shared(self) -> PipelinedConnection:
-        """Return the shared connection, for which all commands wait together while it is being opened."""
+        """Return the shared connection. All commands wait for it together while it is being opened."""
         if self._opening is None or self._opening.done():
             self._opening = asyncio.ensure_future(self._replace_shared())
         opening = self._opening

@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 _WINDOW_S = 1.0
 """Time constant of the mean arrival rate."""
 _MIN_RATE = 200.0
-"""Messages per second from which reads pause. Below, the CPU time that batches save is not worth the delay."""
+"""Reads pause from this many messages per second on. Below, the CPU time that batches save is not worth the delay."""
 _PAUSE_PER_MESSAGE_S, _MAX_READ_PAUSE_S = 0.002, 0.02
 """Pause per message of the last read, and longest pause."""
 

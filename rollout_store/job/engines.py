@@ -17,7 +17,7 @@ from rollout_store.job.part import StorePart, as_text
 ENGINE_LEASE_S = 5.0
 """Seconds after which an engine that does not renew its lease is considered lost."""
 FAILED_ENGINES_EXPIRY_S = 15.0
-"""Seconds for which a worker's report of engines that cannot start is valid; it is repeated every second."""
+"""Seconds that a worker's report of engines that cannot start is valid; it is repeated every second."""
 OFFER_EXPIRY_S = 10
 """Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
 _ENDED = "ended"

@@ -30,9 +30,9 @@ from rollout_store.job.part import KEYS_PER_SCAN, StorePart, add_expiry, as_text
 STATUS_EXPIRY_S = 10
 """Seconds after which a status that is not renewed expires."""
 WEIGHT_CHECKSUM_EXPIRY_S = 3600
-"""Seconds for which the checksum of published files is remembered."""
+"""Seconds to remember the checksum of published files."""
 WEIGHT_CHECKSUM_CLAIM_S = 30
-"""Seconds for which engines wait for another one to compute a checksum; afterwards, one more engine computes it."""
+"""Seconds that engines wait for another one to compute a checksum; afterwards, one more engine computes it."""
 WEIGHT_CHECKSUM_POLL_INTERVAL_S = 0.05
 """Time between two checks whether another engine has computed a checksum."""
 

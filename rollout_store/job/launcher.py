@@ -15,7 +15,7 @@ from rollout_store.job.part import KEYS_PER_SCAN, add_expiry, as_text
 from rollout_store.job.requests import META_FIELDS, LedgerEntry
 
 DELETED_JOB_NOTICE_S = 600
-"""Seconds for which clients of a deleted job are told so."""
+"""Seconds to keep the notice for clients that their job was deleted."""
 SHUTDOWN_REQUEST_EXPIRY_S = 600
 """Seconds after which a worker's request to its engines to leave expires."""
 WRITE_CHECK_EXPIRY_S = 60

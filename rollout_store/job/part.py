@@ -14,9 +14,9 @@ from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_api.redis_client.server_functions import async_function
 
 JOB_RETENTION_S = 24 * 3600
-"""Seconds for which clients can read their results after a job has ended."""
+"""Seconds that clients have to read their results after a job has ended."""
 MAX_EVENTS = 4096
-"""Number of latest entries to which the event stream is trimmed."""
+"""Number of latest entries that the event stream keeps."""
 KEYS_PER_SCAN = 500
 """Number of keys that are expired or deleted in one round trip."""
 

@@ -16,7 +16,7 @@ from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutR
 from rollout_store.job.part import MAX_EVENTS, StorePart
 
 REFUSAL_RETENTION_S = 600
-"""Seconds for which a refusal is kept."""
+"""Seconds to keep a refusal."""
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled", b"released"})
 """Fields of a ledger that describe the request; all other fields are samples."""
 _TRACE_ID_BYTES = 16

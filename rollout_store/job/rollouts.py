@@ -26,9 +26,9 @@ from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
 from rollout_store.job.requests import LedgerEntry, pack_trace
 
 TRAJECTORY_RETENTION_S = 3600
-"""Seconds for which the engine that has a trajectory's prefix cached is remembered."""
+"""Seconds to remember the engine that has a trajectory's prefix cached."""
 MAX_TIMELINE_ENTRIES = 100_000
-"""Number of latest rollouts to which the timeline is trimmed. They take about 20 MB."""
+"""Number of latest rollouts that the timeline keeps. They take about 20 MB."""
 
 
 class StartState(NamedTuple):

@@ -17,7 +17,7 @@ from rollout_store.job.streams import IncomingStreams
 from rollout_store.job.timeline import TimelineStore
 
 MAX_BLOCKING_READ_S = 1.0
-"""Maximum seconds for which a read of a stream waits in Redis for new entries."""
+"""Maximum seconds that a read of a stream waits in Redis for new entries."""
 
 
 class JobStore(StorePart):

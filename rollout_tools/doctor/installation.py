@@ -129,7 +129,7 @@ def serves(deployment: Mapping[str, Any], namespace: str) -> bool:
 
 
 def lease_of(deployment: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the namespace and the name of the Lease for which the operator's replicas compete."""
+    """Return the namespace and the name of the Lease that the operator's replicas compete for."""
     for value in _values(deployment, "--lease="):
         namespace, _, name = value.partition("/")
         return namespace, name
@@ -206,7 +206,7 @@ class Access:
 
 
 USER_ACCESSES = tuple(Access(verb, GROUP, PLURAL) for verb in ("create", "get", "list", "watch", "patch", "delete"))
-"""What a person needs in the namespace of their jobs."""
+"""The permissions of a person in the namespace of their jobs."""
 
 _OPERATOR_VERBS: Mapping[tuple[str, str], str] = {
     (GROUP, "rolloutjobs"): "list watch patch delete",

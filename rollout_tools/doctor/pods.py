@@ -15,7 +15,7 @@ from rollout_tools.doctor.findings import GIB, Finding, error, ok, warning
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _HEAD_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(GIB)}
-"""What the head requests if the manifest says nothing; it has no limits then."""
+"""The head's default requests; without others in the manifest, it has no limits."""
 _SERVER_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(2 * GIB)}
 """The same for a pod of the HTTP server."""
 
@@ -122,7 +122,7 @@ def check_quotas(
 
 
 def _default_limits(limit_ranges: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the resources for which containers get a limit that have none."""
+    """Return the resources that get a default limit in containers without one."""
     return {
         name
         for limits in limit_ranges
@@ -159,7 +159,7 @@ def _check_quota(quota: Mapping[str, Any], defaults: set[str], pods: Sequence[Po
 
 
 def _counted(resource: str) -> tuple[str, str]:
-    """Return whether a quota counts requests or limits, and of which resource."""
+    """Return whether a quota counts requests or limits, and the resource that it counts."""
     for kind in ("requests", "limits"):
         if resource.startswith(f"{kind}."):
             return kind, resource.removeprefix(f"{kind}.")

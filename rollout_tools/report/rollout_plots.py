@@ -173,7 +173,7 @@ def _rate_figure(traces: Sequence[go.Bar | go.Scatter], axis: Mapping[str, Any])
 
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
-"""Probabilities for which the calibration is examined."""
+"""Probabilities whose calibration is examined."""
 
 
 class PredictedLengths(NamedTuple):

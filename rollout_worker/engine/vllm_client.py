@@ -173,7 +173,7 @@ class Adapters:
 
     def __init__(self, llm: Any) -> None:
         self.current: Adapter | None = None
-        """The adapter with which new responses are generated; None for the full weights alone."""
+        """The adapter that generates new responses; None for the full weights alone."""
         self._llm = llm
         self._ids = itertools.count(1)
         self._loaded: list[Adapter] = []

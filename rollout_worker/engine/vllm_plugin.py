@@ -20,7 +20,7 @@ from rollout_worker.engine.draft_settings import PROPOSER
 logger = logging.getLogger(__name__)
 _METHOD = "custom_class"
 _ACCEPTED_METHOD = "ngram_gpu"
-"""A method for which vLLM's configuration permits V2 with asynchronous scheduling."""
+"""A method that vLLM's configuration permits with V2 and asynchronous scheduling."""
 _INSTALLED = "_das_rollout_original"
 
 

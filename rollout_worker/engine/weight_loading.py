@@ -21,7 +21,7 @@ from rollout_worker.engine.generation import DecodingPause, ResponseGenerator
 from rollout_worker.engine.vllm_client import Adapters, VllmClient, WeightVersionTracker, translate_errors
 
 TRANSFER_CONNECT_TIMEOUT_S = 15.0
-"""Seconds for which an engine tries to reach a trainer whose group it is to join."""
+"""Seconds that an engine tries to reach a trainer whose group it is to join."""
 TRANSFER_RETRY_INTERVAL_S = 0.1
 """Seconds between two attempts to reach it."""
 _SAFETENSORS_DTYPES = {

@@ -323,7 +323,7 @@ class DraftingExtension(EngineExtension):
 def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
     """Return an index's counters of draft tokens by name, and then by label.
 
-    Labels are sources, or the positions 1, 2, … of a draft, of which the last one, such as 16+, also counts all later
+    Labels are sources, or the positions 1, 2, … of a draft. The last position, such as 16+, also counts all later
     positions. Positions after the last one that was verified are left out.
     """
     by_source, by_position = index.verification_counts()

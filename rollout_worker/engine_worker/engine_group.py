@@ -180,7 +180,7 @@ class Follower:
     environment: dict[str, str] = field(repr=False)
     """Environment variables of vLLM's processes."""
     command: Sequence[str] = (sys.executable, "-m", "rollout_worker.engine_worker.engine_group")
-    """Program that runs the part of an engine for which it reads vLLM's engine arguments from stdin."""
+    """Program that reads vLLM's engine arguments from stdin and runs this part of the engine."""
     _process: subprocess.Popen[bytes] | None = None
     _last_answer: FollowerAnswer | None = None
     """The last answer to an offer; None if there was none."""

@@ -52,7 +52,7 @@ OBJECT_STORE_BYTES = 128 << 20
 _TOKEN_BYTES = 32
 _HANDLER = "rollout-engine-logs"
 _AUTOSCALER = "autoscaler"
-"""What Ray has instead of a pid for its autoscaler, which reports the same resources every few seconds."""
+"""Ray's substitute for a pid of its autoscaler, which reports the same resources every few seconds."""
 _OTHER = "ray"
 """Name of the log file with the output of Ray's own processes."""
 

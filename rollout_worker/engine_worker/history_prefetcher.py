@@ -48,7 +48,7 @@ class HistoryPrefetcher:
         self._unpublished: deque[int] = deque()
         """Weight versions that were served and are not published yet."""
         self._next_log = 0.0
-        """``time.monotonic()`` from which on a failed publication is logged again."""
+        """Earliest ``time.monotonic()`` at which a failed publication is logged again."""
 
     @contextmanager
     def in_use(self, problem: str) -> Iterator[None]:
@@ -123,7 +123,7 @@ class HistoryPrefetcher:
                 ready.set()
 
     async def _publish(self) -> None:
-        """Publish weight versions in the order in which they were served; retry a failed one later."""
+        """Publish weight versions in the order of their use; retry a failed one later."""
         while self._unpublished:
             version = self._unpublished[0]
             try:

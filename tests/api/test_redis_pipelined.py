@@ -126,7 +126,7 @@ async def test_server_that_became_a_replica_is_left(tmp_path: Any) -> None:
 
 
 async def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replica() -> None:
-    """A command that is sent in the iteration of the event loop in which the server's refusal arrives."""
+    """A command that is sent in the same iteration of the event loop as the server's refusal arrives."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         received = b""

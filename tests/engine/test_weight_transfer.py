@@ -39,6 +39,7 @@ port, path, num_tensors = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 group = GlooGroup(TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False), 0, 2)
 for tensor in list(load_file(path).values())[:num_tensors]:
     group.broadcast(tensor)
+group.destroy()
 """
 SAMPLING = Sampling(n=8, max_tokens=12, logprobs=True)
 

@@ -29,7 +29,7 @@ HISTORY = HistoryKeys("default", "shared")
 
 @pytest.fixture
 def history_url(tmp_path: Path) -> Iterator[str]:
-    """URL of another server, on which the job has opened its history."""
+    """URL of another server with the job's history."""
     with Server(tmp_path / "redis") as server:
         HistoryStore(connect(server.url), HISTORY, window=16).metadata.open("tokenizer")
         yield server.url

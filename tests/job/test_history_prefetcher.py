@@ -1,4 +1,4 @@
-"""Which problems' histories an engine is told to read, and when."""
+"""Engines are told in time to read the histories of problems."""
 
 from __future__ import annotations
 

@@ -294,7 +294,10 @@ def test_a_coordinator_that_is_terminated_sends_its_spans_first(
     async def play() -> None:
         async with traced_job(setup.redis_url, setup.keys) as job:
             await job.answer(asked_of(setup, "r"))
-            await asyncio.sleep(3.5)  # the coordinator reads every second what has ended
+            await wait_for_async(lambda: not job.redis.xlen(setup.keys.outbox))
+            # After each status, the coordinator reads what has ended.
+            seen: dict[bytes, None] = {}
+            await wait_for_async(lambda: seen.update({job.redis.get(setup.keys.status): None}) or len(seen) > 3)
 
     asyncio.run(play())
     assert [] == collector.spans

@@ -44,7 +44,7 @@ def test_the_first_draft_tokens_cost_most_in_a_mixture_of_experts() -> None:
 
 
 def random_steps(cost: StepCost, count: int, seed: int = 0, noise: float = 0.02) -> list[TimedStep]:
-    """Return steps of random batches, some of which were delayed by something else."""
+    """Return steps of random batches. Some were delayed by something else."""
     rng = np.random.default_rng(seed)
     steps = []
     for _ in range(count):

@@ -100,7 +100,7 @@ def calls(command: str) -> list[Call]:
 
 
 def _without_substitutions(command: str) -> tuple[str, list[str]]:
-    """Return a command in which a word stands for each ``$(…)``, and the commands within these."""
+    """Return a command with a word in place of each ``$(…)``, and the commands within these."""
     inner = []
     while (start := command.find("$(")) >= 0:
         end, depth = start + 2, 1

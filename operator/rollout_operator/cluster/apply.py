@@ -250,16 +250,16 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 700 << 10
 """Size of the archive. A ConfigMap may have 1 MiB, and a request to the API server is larger by a third."""
 _MAX_LOG_BYTES = 512 << 10
-"""Size to which each log is cut at first; it is halved until the archive is small enough."""
+"""Maximum size of each log at first; it is halved until the archive is small enough."""
 _MIN_LOG_BYTES = 512
 _READ_TIMEOUT_S = 15.0
 """Seconds within which logs and Events are read; what has not arrived by then is missing."""
 _WRITE_TIMEOUT_S = 15.0
 _LOG_LINES = 1000
 _LOG_BYTES = 1 << 20
-"""Size to which the API server cuts an answer."""
+"""Maximum size of an answer of the API server; the rest is cut."""
 _KEPT_BYTES = 8 << 20
-"""Size to which the logs of a job are cut together, so that the operator needs no more memory for a job of many pods.
+"""Maximum size of all logs of a job together, so that the operator needs no more memory for a job of many pods.
 Even compressed, more would not fit into a ConfigMap."""
 _MIN_KEPT_BYTES = 4 << 10
 
@@ -337,7 +337,7 @@ async def read_end(read: Callable[[int], Awaitable[str]], num_lines: int, max_by
     Args:
         read: returns the given number of last lines, cut to *max_bytes*.
         num_lines: maximum number of lines.
-        max_bytes: size from which an answer was probably cut.
+        max_bytes: an answer of this size was probably cut.
     """
     while True:
         text = await read(num_lines)

@@ -208,7 +208,7 @@ def _has_condition(job: Manifest, kind: ConditionType) -> bool:
 _STATUS_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _MAX_RESPONSE_BYTES = 8 << 20
 _MAX_WAIT_S = 0.2
-"""How long a reconcile waits for a head's answer."""
+"""Time that a reconcile waits for a head's answer."""
 _MAX_CONCURRENT_RETRIES = 64
 """Number of heads that did not answer and are asked again at the same time."""
 _RETRY_AFTER_S = 2.0
@@ -238,7 +238,7 @@ class HeadStatusReader:
 
         Args:
             token: the token that heads require; None if they require none.
-            lifetime_s: seconds for which a status is used. It is slightly shorter than the interval of a job's
+            lifetime_s: seconds that a status is used. It is slightly shorter than the interval of a job's
                 reconciles, so that one that runs a moment early still reads the status again.
         """
         self._lifetime_s, self._token = lifetime_s, token or StatusToken()

@@ -122,6 +122,7 @@ def test_a_leader_notices_at_once_that_a_followers_part_has_ended(
         assert not running.takes_part  # it waits for another offer
 
 
+@pytest.mark.slow
 def test_a_leader_notices_that_a_machine_is_lost(store: EngineGroupStore, losses: list[str], tmp_path: Path) -> None:
     with leader(store, losses) as gathered:
         with follower(store, tmp_path):

@@ -59,6 +59,7 @@ def ignore() -> None:
     pass
 
 
+@pytest.mark.slow
 async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """If each were waited for until its request times out, this would take 48 s in each of the two rounds."""
     reader = HeadStatusReader()

@@ -142,7 +142,7 @@ def test_a_python_environment_replies_turn_by_turn(tmp_path: Path, redis_server:
 
 @needs_verifiers
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("turns", [1, TURNS])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.nightly), TURNS])
 def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: str, turns: int) -> None:
     settings = {"turns": turns, "marker": str(tmp_path / "died"), "groups": turns == 1}
     environment = {"verifiers": "sums-for-verifiers", "args": settings, "python": str(VERIFIERS)}

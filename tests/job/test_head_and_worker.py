@@ -37,6 +37,7 @@ def new_pods(tmp_path: Path) -> Iterator[NewPods]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dataset_job_runs_from_start_to_end(new_pods: NewPods) -> None:
     pods = new_pods()
     os.kill(pods.redis, signal.SIGSTOP)

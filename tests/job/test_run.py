@@ -321,6 +321,7 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     assert accepted_per_step(first) >= 0.6 * accepted_per_step(before)
 
 
+@pytest.mark.nightly
 def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: CommandHarness) -> None:
     def assert_kept(done: dict[str, LedgerEntry]) -> None:
         ledger = harness.ledger()

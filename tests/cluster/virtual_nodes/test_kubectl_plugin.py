@@ -55,6 +55,14 @@ def test_a_job_without_a_running_head_is_explained(plugin: KubectlPlugin, operat
 def test_a_drained_worker_is_replaced_and_its_node_is_cordoned_on_request(
     plugin: KubectlPlugin, operated_jobs: Jobs, nodes: VirtualNodes
 ) -> None:
+    def wait_for_replacement(name: str) -> None:
+        def is_replaced() -> bool:
+            pod = operated_jobs.pods("draining").get(name)
+            return pod is not None and pod.metadata.uid != before[name].metadata.uid
+
+        wait_for(is_replaced, TIMEOUT_S)
+        operated_jobs.wait_for_running("draining", 3)
+
     operated_jobs.create("draining")
     operated_jobs.wait_for_running("draining", 3)
     before = operated_jobs.pods("draining")
@@ -64,21 +72,17 @@ def test_a_drained_worker_is_replaced_and_its_node_is_cordoned_on_request(
     assert 0 == drained.returncode, drained.stderr
     assert "continue on other workers" in drained.stdout
     assert "The workers have left the job." in drained.stdout
-    operated_jobs.wait_for_running("draining", 3)
-    after = operated_jobs.pods("draining")
-    assert before["draining-worker-0"].metadata.uid == after["draining-worker-0"].metadata.uid
-    assert before["draining-worker-1"].metadata.uid != after["draining-worker-1"].metadata.uid
+    wait_for_replacement("draining-worker-1")
+    kept = operated_jobs.pods("draining")["draining-worker-0"]
+    assert before["draining-worker-0"].metadata.uid == kept.metadata.uid
 
-    node = after["draining-worker-0"].spec.node_name
+    node = kept.spec.node_name
     try:
         drained = plugin.run("drain", "draining", "--node", node)
         assert 0 == drained.returncode, drained.stderr
         assert f"kubectl uncordon {node}" in drained.stdout
         assert operated_jobs.core.read_node(node).spec.unschedulable
-        operated_jobs.wait_for_running("draining", 3)
-        assert (
-            after["draining-worker-0"].metadata.uid != operated_jobs.pods("draining")["draining-worker-0"].metadata.uid
-        )
+        wait_for_replacement("draining-worker-0")
     finally:
         operated_jobs.core.patch_node(node, {"spec": {"unschedulable": None}})
 

@@ -29,8 +29,9 @@ test-slow: env  ## Run the tests that make test leaves out, except for those of 
 test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine
 
-test-nightly: env  ## Run what takes minutes: trainings with TRL, tutorials, several machines, a long chaos run.
+test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutorials, several machines, a long chaos run.
 	$(VENV)/pytest -m nightly
+	$(VENV)/pytest -m nightly tests/cluster/real_node
 	CHAOS_SECONDS=900 $(MAKE) test-chaos
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
@@ -44,7 +45,7 @@ images: env kubernetes  ## Build the images that test-cluster runs, if they are 
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
 	$(VENV)/pytest $(PARALLEL) 2 tests/cluster/virtual_nodes
-	$(VENV)/pytest tests/cluster/real_node
+	$(VENV)/pytest -m "not nightly" tests/cluster/real_node
 
 test-native: env  ## Test the suffix index under address, undefined-behavior and thread sanitizers.
 	scripts/test-native

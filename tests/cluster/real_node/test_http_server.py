@@ -12,7 +12,7 @@ import pytest
 from tests.support.cluster.real_cluster import OwnCluster, RealCluster, example
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 JOB = "agents"
 REPLICAS = 2

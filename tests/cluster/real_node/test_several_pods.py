@@ -14,7 +14,7 @@ from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 NAME = "two-pods"
 MODEL_DIRECTORY = "/policy"

@@ -8,7 +8,7 @@ from tests.support.cluster.real_cluster import RELEASE, RealCluster, is_ready, j
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 NAME = "upgraded"
 START_TIMEOUT_S = 300.0

@@ -274,7 +274,7 @@ def alive(pid: int) -> bool:
 
 def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harness: CommandHarness) -> None:
     # Sampling is greedy with the same weights, so that a problem's rollouts are the same in each epoch and drafts are
-    # accepted often.
+    # accepted often. The rollouts are so long that one step more or less is less than a tenth of them.
     harness.manifest["spec"]["sampling"] |= {"temperature": 0, "minTokens": 320, "maxTokens": 400}
     harness.manifest["spec"]["source"]["dataset"] |= {"epochs": 3, "checkpoints": ["policy/0"] * 3}
     process = harness.start("--no-compare")
@@ -312,13 +312,13 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     assert report["corrupt_records"] == 1
     assert "1 history records could not be read" in result.output
 
-    # The new process had loaded the history before its first batch. How much is drafted depends on step times, too.
+    # The new process had loaded the history and its calibration before its first batch.
     (third,) = [run for run in report["epoch_runs"] if run["epoch"] == 3]
     new_rows = sorted((row for row in third["rollouts"] if row["finished"] is not None), key=lambda r: r["finished"])
     first = [SimpleNamespace(**row) for row in new_rows[:BATCH]]
     problems = {row.problem_id for row in first}
     before = [entry for entry in of_epoch(done, 2).values() if entry.problem_id in problems]
-    assert accepted_per_step(first) >= 0.6 * accepted_per_step(before)
+    assert accepted_per_step(first) >= 0.9 * accepted_per_step(before)
 
 
 @pytest.mark.nightly

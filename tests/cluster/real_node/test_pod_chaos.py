@@ -175,7 +175,7 @@ def test_a_job_loses_no_rollout_while_its_parts_are_killed(cluster: RealCluster,
     before = accepted_per_step([last_epoch[rollout.problem_id] for rollout in first_batch])
     after = accepted_per_step(first_batch)
     log(f"Accepted per step: {after:.2f} in its first batch, {before:.2f} of the same problems before.")
-    assert after >= 0.6 * before  # how much is drafted depends on step times, too
+    assert after >= 0.9 * before
 
     cluster.kill_redis()
     trainer.wait_for_next_epochs()

@@ -28,7 +28,7 @@ from rollout_store.job.requests import LedgerEntry
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_tools.cli.main import app
 from rollout_tools.report.recording import load_recording
-from tests.support.acceptance import accepted_per_step
+from tests.support.acceptance import FIRST_REFERENCE_STEPS, accepted_per_step
 from tests.support.browser import chromium, drawn_marks
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
@@ -318,7 +318,7 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     first = [SimpleNamespace(**row) for row in new_rows[:BATCH]]
     problems = {row.problem_id for row in first}
     before = [entry for entry in of_epoch(done, 2).values() if entry.problem_id in problems]
-    assert accepted_per_step(first) >= 0.9 * accepted_per_step(before)
+    assert accepted_per_step(first, FIRST_REFERENCE_STEPS) >= 0.9 * accepted_per_step(before)
 
 
 @pytest.mark.nightly

@@ -6,14 +6,19 @@ Recorded rollouts run in a batch. Between two steps, the benchmark waits for as 
 on an H100 takes according to the cost model ``h100-7b``; meanwhile the index drafts ahead, and the policy computes the
 next budgets. The rollouts of the earlier checkpoint are the history. For this project, the time is that of the whole
 drafting loop of an engine (:mod:`rollout_worker.engine.drafting_loop`); for the peers, that of their proposer.
+
+With ``--competitors``, that many other processes use as much processor time as they can get.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +53,22 @@ PEERS: dict[type[SuffixProposerDrafter] | type[SuffixGpuDrafter], int] = {
     SuffixGpuDrafter: 10,
 }
 """Peer → divisor of its number of steps, because one step takes up to seconds."""
+REQUEST_BYTES_TARGET = 64 * 1024
+"""Target for the bytes of the index for each running rollout."""
+WITHOUT_AHEAD = "das-rollout without drafting ahead"
 MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
+
+
+@contextmanager
+def competitors(count: int) -> Iterator[None]:
+    """Run processes that use as much processor time as they can get."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def run_steps(drafter: BatchDrafter, batch: RecordedBatch, steps: int) -> dict[str, Any]:
@@ -77,6 +97,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
     longest = max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns)
     p50, p99, outcomes = [], [], []
     look_ups = np.zeros(3, np.int64)
+    total_bytes = request_bytes = 0
     for _ in range(rounds):
         drafter = make(problems, size, longest)
         batch = RecordedBatch(problems, size, MAX_DRAFT)
@@ -89,6 +110,9 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         gc.enable()
         if isinstance(drafter, LoopDrafter):
             look_ups += np.subtract(drafter.look_ups(), before)
+            total_bytes = drafter.index.bytes()
+            drafter.loop.keep_only([])
+            request_bytes = (total_bytes - drafter.index.bytes()) // size
         outcomes.append(outcome)
         p50.append(1e6 * quantile(outcome["seconds"], 0.5))
         p99.append(1e6 * quantile(outcome["seconds"], 0.99))
@@ -103,6 +127,8 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         "accepted_per_step": sampled / total - 1.0,
         "found_share": float(look_ups[0] / max(look_ups.sum(), 1)),
         "omitted_share": float(look_ups[2] / max(look_ups.sum(), 1)),
+        "total_bytes": total_bytes,
+        "request_bytes": request_bytes,
     }
 
 
@@ -151,7 +177,15 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
                 Figure(
                     f"rows without time for a draft, {setting}", each["omitted_share"], "of all rows", "", "<=", None
                 ),
+                Figure(f"index, {setting}", each["request_bytes"], "bytes per rollout", "", "<=", REQUEST_BYTES_TARGET),
+                Figure(f"index in total, {setting}", each["total_bytes"], "bytes", "", "<=", None),
             ]
+    for each in measurements:
+        for other in measurements:
+            if each.get("threads") == 1 and other["drafter"] == WITHOUT_AHEAD and other["batch"] == each["batch"]:
+                ratio = each["p99_us"]["median"] / other["p99_us"]["median"]
+                name = f"critical path, p99, batch {each['batch']}, threads 1"
+                figures.append(Figure(name, ratio, "times that without drafting ahead", "", "<=", 1.0))
     for each in measurements:
         for peer in measurements:
             if each.get("threads") == 1 and "steps" in peer and peer["batch"] == each["batch"]:
@@ -172,9 +206,16 @@ def main() -> None:
     parser.add_argument(
         "--peer-steps", type=int, default=100, help="measured steps of each peer; 0: none [%(default)s]"
     )
+    parser.add_argument("--competitors", type=int, default=0, help="other busy processes [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     problems = selected_problems(parser, options, history=HISTORY)
+    with competitors(options.competitors):
+        run(options, problems)
+
+
+def run(options: argparse.Namespace, problems: Sequence[Problem]) -> None:
+    """Measure everything and report the figures."""
     measurements = []
     sizes = list(map(int, options.batch.split(",")))
     for size in sizes:
@@ -185,7 +226,7 @@ def main() -> None:
             print(measurements[-1], flush=True)
         make = partial(LoopDrafter, threads=1, draft_ahead=False)
         measured = measure(make, problems, size, steps=options.steps, rounds=1)
-        measurements.append({**measured, "drafter": f"{LoopDrafter.name} without drafting ahead"})
+        measurements.append({**measured, "drafter": WITHOUT_AHEAD})
         print(measurements[-1], flush=True)
     rests = {size: measure_rests(partial(LoopDrafter, threads=1), problems, size, rests=RESTS) for size in sizes}
     # The peers come last, because PyTorch's threads would disturb the index.
@@ -198,7 +239,14 @@ def main() -> None:
     for size, times in rests.items():
         name = f"first step after a rest, batch {size}, {LoopDrafter.name}, threads 1"
         figures.append(Figure(name, times["median"], "µs", "", "<=", None))
-    report(options.json, figures, trace=options.trace.name, measurements=measurements, rests_us=rests)
+    report(
+        options.json,
+        figures,
+        trace=options.trace.name,
+        competitors=options.competitors,
+        measurements=measurements,
+        rests_us=rests,
+    )
 
 
 if __name__ == "__main__":

@@ -58,3 +58,4 @@ def test_measured_drafts_are_accepted(problem: Problem) -> None:
     measured = measure(make, [problem], 2, steps=20, rounds=1)
     assert measured["drafted_per_step"] > 0.5
     assert measured["accepted_per_step"] > 0.5
+    assert 0 < measured["request_bytes"] < measured["total_bytes"]

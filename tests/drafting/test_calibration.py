@@ -81,12 +81,12 @@ def minority_wins(few: tuple[int, float | None], many: tuple[int, float | None],
     """Return for each problem whether the token of the minority is drafted, given that it is always the right one.
 
     Three rollouts of the generation and reward *few* begin with one token, and five of *many* with another. Each
-    problem has its own tokens.
+    problem has its own tokens, and rollouts without tokens in all generations.
     """
     index = SuffixIndex()
-    index.add("newest", [("newest", 10, [0])])
     won = []
     for problem in range(problems):
+        index.add(str(problem), [(f"empty {generation}", generation, []) for generation in range(11)])
         few_token, many_token = 2 * problem + 1, 2 * problem + 2
         index.add(str(problem), [(f"few {i}", few[0], [few_token]) for i in range(3)])
         index.add(str(problem), [(f"many {i}", many[0], [many_token]) for i in range(5)])
@@ -106,6 +106,61 @@ def test_votes_of_the_more_accurate_age_gain_weight(age: int, right: str) -> Non
     young, old = (10, None), (10 - age, None)
     found = minority_wins(*((young, old) if right == "young" else (old, young)), problems=150)
     assert (False, True) == (found[0], found[-1])
+
+
+def drafted_ages(index: SuffixIndex, problem: str, beginnings: list[int]) -> list[int | None]:
+    """Return for each beginning of a response the age of the rollout that the draft after it comes from."""
+    ages = []
+    for beginning in beginnings:
+        handle = index.open(problem, sources=("history", "cross_problem"))
+        index.extend(handle, [beginning])
+        ages += index.draft(handle, 1).ages
+        index.close(handle)
+    return ages
+
+
+@pytest.mark.parametrize("versions", [1, 2, 1000])
+def test_ages_count_the_generations_in_which_the_problem_was_sampled(versions: int) -> None:
+    """They do not depend on the number of weight versions per epoch, nor on whether siblings have ended."""
+    index = SuffixIndex(pool_tokens=1000)
+    epochs = range(5)
+    index.add("p", [(f"{epoch}", epoch * versions, [epoch, 9]) for epoch in epochs[:-1]])
+    assert [3, 2, 1, 0] == drafted_ages(index, "p", [0, 1, 2, 3])
+    index.add("q", [("other", 4 * versions, [4, 9])])
+    for _ in range(2):
+        assert [4, 3, 2, 1, 0] == drafted_ages(index, "p", [*epochs])
+        index.add("p", [("sibling", 4 * versions, [5, 9])])
+    assert [0] == drafted_ages(index, "p", [5])
+    # Another problem has its own ages, also of rollouts of the first one.
+    index.add("r", [("other", 2 * versions, [2, 9])])
+    assert [2, 2, 1, 1, 0, 0] == drafted_ages(index, "r", [0, 1, 2, 3, 4, 5])
+    index.drop_rollout("p", "3")
+    assert [3, 2, 1, 0] == drafted_ages(index, "p", [0, 1, 2, 5])
+    index.drop_before("p", 2 * versions)
+    assert [1, 0] == drafted_ages(index, "p", [2, 5])
+    index.drop_problem("p")
+    assert [1, 0] == drafted_ages(index, "p", [2, 4]), "rollouts of other problems"
+
+
+def test_drafts_do_not_depend_on_the_number_of_weight_versions_per_epoch() -> None:
+    found = []
+    for versions in (1, 1000):
+        rng = np.random.default_rng(5)
+        index = SuffixIndex(depth=16, pool_tokens=10_000)
+        drafts = []
+        text = rng.integers(0, 8, 200)
+        for epoch in range(12):
+            for problem in ("p", "q"):
+                handle = index.open(problem)
+                for start in range(0, len(text), 4):
+                    drafts.append(index.draft(handle, 4))
+                    index.extend(handle, text[start : start + 4].tolist())
+                index.close(handle)
+                index.add(problem, [(f"{epoch}", versions * epoch, text.astype(np.uint32))])
+                index.wait_idle()
+                text = np.where(rng.random(len(text)) < 0.1, rng.integers(0, 8, len(text)), text)
+        found.append([(draft.tokens, draft.probabilities, draft.ages) for draft in drafts])
+    assert found[0] == found[1]
 
 
 def test_votes_of_rewarded_rollouts_gain_weight_when_they_are_more_accurate() -> None:
@@ -311,11 +366,10 @@ def test_the_parts_of_a_token_add_up_to_one(ages: int) -> None:
     assert pytest.approx([100 / ages] * ages, rel=1e-2) == parts
 
 
-@pytest.mark.parametrize(("age", "counted"), [(0, 0), (62, 62), (63, 63), (64, 63), (2**63 - 1, 63)])
+@pytest.mark.parametrize(("age", "counted"), [(0, 0), (62, 62), (63, 63), (64, 63), (200, 63)])
 def test_large_ages_are_counted_together(age: int, counted: int) -> None:
     index = SuffixIndex()
-    index.add("p", [("a", -1, [1])])
-    index.add("q", [("a", age - 1, [1])])
+    index.add("p", [("a", 0, [1]), *((str(generation), generation, []) for generation in range(1, age + 1))])
     step(index, "p", [1])
     assert {counted: (1.0, 1.0)} == index.accepted_by_age()
 

@@ -351,11 +351,17 @@ class Oracle:
     def _vote_class(self, request: Request, occurrence: Occurrence) -> int:
         if occurrence.source not in ("history", "cross_problem"):
             return 0
-        old = bisect_left(AGES, self.newest - occurrence.generation)
+        old = bisect_left(AGES, self._age(request, occurrence.generation))
         if occurrence.reward is None or occurrence.source == "cross_problem":
             return 3 * old
         known = [text.reward for text in self.problems[request.problem].values() if text.reward is not None]
         return 3 * old + (1 if occurrence.reward < sum(known) / len(known) else 2)
+
+    def _age(self, request: Request, generation: int) -> int:
+        if generation >= self.newest:
+            return 0
+        own = {text.generation for text in self.problems.get(request.problem, {}).values()}
+        return 1 + sum(generation < later < self.newest for later in own)
 
     def close(self, handle: int) -> None:
         del self.requests[handle]
@@ -490,7 +496,7 @@ class Oracle:
                 assert position.masses[other] > position.masses[position.expert] - TOLERANCE
                 position.expert = other
             finished = position.source in ("history", "cross_problem")
-            age = max(0, self.newest - position.generations[position.expert]) if finished else None
+            age = self._age(request, position.generations[position.expert]) if finished else None
             assert age == draft.ages[index]
             remaining = [
                 (occurrence, vote_class)
@@ -498,7 +504,7 @@ class Oracle:
                 if index < len(occurrence.tokens) and occurrence.tokens[index] == position.token
             ]
             position.ages = frozenset(
-                min(63, max(0, self.newest - occurrence.generation))
+                min(63, self._age(request, occurrence.generation))
                 for occurrence, _ in remaining
                 if occurrence.source == "history"
             )

@@ -114,7 +114,7 @@ std::uint8_t Mixture::vote_class(const Occurrence& occurrence, Baseline baseline
   std::size_t age_class = 0;
   for (const std::int64_t oldest : kAges) age_class += age > oldest ? 1 : 0;
   const std::size_t reward_class = std::isnan(occurrence.reward) || occurrence.source == Source::cross_problem ? 0
-                                   : occurrence.reward < baseline.mean_reward                                  ? 1
+                                   : occurrence.reward < baseline.mean_reward()                                ? 1
                                                                                                                : 2;
   return static_cast<std::uint8_t>(age_class * kRewardClasses + reward_class);
 }

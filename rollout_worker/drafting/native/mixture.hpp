@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory_resource>
 #include <span>
 #include <vector>
@@ -139,16 +138,27 @@ class LearnedWeight {
 };
 
 // The reference for the ages and rewards of finished rollouts.
-struct Baseline {
-  std::int64_t newest_generation = 0;
-  float mean_reward = 0.0F;  // of the problem's rollouts
+class Baseline {
+ public:
+  // `generations` are those of the problem's rollouts, in ascending order; `newest` is that of all problems' rollouts.
+  Baseline(std::int64_t newest, std::span<const std::int64_t> generations, float mean_reward)
+      : newest_(newest),
+        earlier_(generations.begin(), std::lower_bound(generations.begin(), generations.end(), newest)),
+        mean_reward_(mean_reward) {}
 
-  // Returns the age of a generation; 0 for newer ones.
+  // Returns the age of a generation. The newest generation has the age 0. All generations between two of the problem
+  // have the same age, so that ages do not depend on how many weight versions an epoch has.
   std::int64_t age(std::int64_t generation) const {
-    if (generation >= newest_generation) return 0;
-    const std::uint64_t age = static_cast<std::uint64_t>(newest_generation) - static_cast<std::uint64_t>(generation);
-    return static_cast<std::int64_t>(std::min<std::uint64_t>(age, std::numeric_limits<std::int64_t>::max()));
+    if (generation >= newest_) return 0;
+    return 1 + (earlier_.end() - std::upper_bound(earlier_.begin(), earlier_.end(), generation));
   }
+
+  float mean_reward() const { return mean_reward_; }  // of the problem's rollouts
+
+ private:
+  std::int64_t newest_;
+  std::span<const std::int64_t> earlier_;  // the problem's generations before the newest of all problems
+  float mean_reward_;
 };
 
 // One position of a draft, with all that is needed to learn from the token that is sampled there.

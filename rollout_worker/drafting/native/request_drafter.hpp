@@ -61,7 +61,7 @@ struct DraftToken {
   Token token;
   Source source;  // the one that gives the token the most probability mass
   double probability;
-  std::int64_t age;  // of the newest finished rollout of the source that proposes the token, in generations; -1: none
+  std::int64_t age;  // of the newest finished rollout of the source that proposes the token; -1: none
 };
 
 struct Draft {
@@ -144,6 +144,7 @@ class RequestDrafter {
     return {request.response.tokens(), request.own_text.tokens(), request.counts.generated, request.anchors};
   }
 
+  Baseline baseline_of(const Request& request, const Segments& history) const;
   // Returns the end of a text that is followed by the first tokens of the request's last draft, and by `next`.
   std::span<const Token> extended(const RecentTokens& text, const Request& request, std::size_t accepted, Token next,
                                   std::vector<Token>& buffer) const;

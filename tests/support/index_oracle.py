@@ -84,8 +84,6 @@ class Position:
     """Votes of the history, by vote class and candidate."""
     generations: dict[str, int]
     """Generation of the newest vote for the token, by expert."""
-    ages: frozenset[int] = frozenset()
-    """Ages of the rollouts of the history that propose the token."""
 
     @property
     def source(self) -> str:
@@ -304,7 +302,6 @@ class Oracle:
         self.mixture = Mixture()
         self.newest = -(2**63)
         self.counters = {source: [0, 0, 0] for source in SOURCES}
-        self.ages: dict[int, list[float]] = {}
 
     def add(self, problem: str, rollouts: Sequence[tuple]) -> int:
         known = self.problems.setdefault(problem, {})
@@ -376,10 +373,6 @@ class Oracle:
             if request.observed < request.drafted:
                 self.counters[position.source][1] += 1
                 self.counters[position.source][2] += position.token == token
-                for age in position.ages if position.source == "history" else ():
-                    counts = self.ages.setdefault(age, [0.0, 0.0])
-                    counts[0] += 1 / len(position.ages)
-                    counts[1] += (position.token == token) / len(position.ages)
             request.observed = request.observed + 1 if position.token == token else len(request.positions)
         request.response.tokens += tokens
 
@@ -503,11 +496,6 @@ class Oracle:
                 for occurrence, vote_class in remaining
                 if index < len(occurrence.tokens) and occurrence.tokens[index] == position.token
             ]
-            position.ages = frozenset(
-                min(63, self._age(request, occurrence.generation))
-                for occurrence, _ in remaining
-                if occurrence.source == "history"
-            )
             if position.token in request.stop_tokens:
                 break
         assert len(draft.tokens) == len(request.positions)

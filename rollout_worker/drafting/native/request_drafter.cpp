@@ -356,7 +356,6 @@ void RequestDrafter::observe(const Request& request, Request::Drafted& drafted, 
       Counters& counters = counters_[static_cast<std::size_t>(position.source())];
       counters.verified.fetch_add(1, std::memory_order_relaxed);
       if (is_accepted) counters.accepted.fetch_add(1, std::memory_order_relaxed);
-      if (position.source() == Source::history) age_counts_.observe(position.age_bits, is_accepted);
     }
     if (!is_accepted) drafted.num_observed = static_cast<std::uint32_t>(positions.size());
   }

@@ -130,7 +130,6 @@ class RequestDrafter {
   const Mixture& mixture() const { return mixture_; }
   SourceCounts counts(Source source) const;
   const VerificationCounts& verification_counts() const { return verification_counts_; }
-  AgeCounts::Counts counts_of_age(std::size_t age) const { return age_counts_.of(age); }
 
  private:
   // The end of a text whose occurrences are searched: that of a request, or one that it may have after the next step.
@@ -175,7 +174,6 @@ class RequestDrafter {
     std::atomic<std::uint64_t> accepted{0};
   };
   std::array<Counters, kSources> counters_;
-  AgeCounts age_counts_;
   VerificationCounts verification_counts_;
 };
 

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 import zstandard
 
-from rollout_api.length_stats import LengthStats
+from rollout_api.length_stats import MIN_ROLLOUTS_OF_ALL, LengthStats
 from rollout_api.protocol.history_encoding import (
     LengthEntry,
     pack_entry,
@@ -101,7 +101,8 @@ class HistoryStatistics:
         pipeline = self._client.pipeline(transaction=False)
         for shard in range(NUM_SHARDS):
             pipeline.lrange(self._keys.recent_lengths(shard), 0, -1)
-        return LengthStats.from_lengths(unpack_recent(entry for reply in pipeline.execute() for entry in reply))
+        lengths = unpack_recent(entry for reply in pipeline.execute() for entry in reply)
+        return LengthStats.from_lengths(lengths, min_rollouts=MIN_ROLLOUTS_OF_ALL)
 
     def length_stats_by_problem(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
         """Return length statistics of several problems; empty ones for a problem with a key of the wrong type."""

@@ -303,7 +303,7 @@ def cold_sync(problems: Problems, *, compacted: bool) -> dict[str, float]:
         sync = HistorySync(store_at(url), index)
         sync.start()
         started = time.perf_counter()
-        sync.announce(problems, 1)
+        sync.announce(problems)
         wait_ready(sync)
         seconds = time.perf_counter() - started
         sync.stop()
@@ -345,7 +345,7 @@ def delta_sync(problems: Problems, rng: np.random.Generator) -> list[float]:
         index = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
         sync = HistorySync(store_at(url), index)
         sync.start()
-        sync.announce(names, 1)
+        sync.announce(names)
         wait_ready(sync)
         delays = []
         for number in range(DELTAS):
@@ -386,7 +386,7 @@ def _start_worker(url: str, problems: Sequence[str]) -> tuple[float, SuffixIndex
     started = time.perf_counter()
     sync = HistorySync(store_at(url), index)
     sync.start()
-    sync.announce(problems, 1)
+    sync.announce(problems)
     wait_ready(sync)
     seconds = time.perf_counter() - started
     sync.stop()
@@ -462,13 +462,13 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
             generation = store.metadata.publish(RUN, version)
             # The worker reads the rollouts of the version before, which are compacted by now.
             before, started = network(), time.perf_counter()
-            sync.announce(of_worker, generation)
+            sync.announce(of_worker)
             wait_ready(sync)
             if version > 2:
                 syncing += time.perf_counter() - started
                 sent += network() - before
                 synced += 1
-            sync.announce([], generation)
+            sync.announce([])
             wait_ready(sync)
             rollouts: list[tuple[str, HistoryRecord]] = []
             for name, template in zip(names, templates, strict=True):
@@ -504,7 +504,7 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
         cold = HistorySync(store_at(url, window), SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS))
         cold.start()
         before, started = network(), time.perf_counter()
-        cold.announce(of_worker, store.metadata.generation())
+        cold.announce(of_worker)
         wait_ready(cold)
         results["whole history of a new worker, seconds"] = time.perf_counter() - started
         results["whole history of a new worker, bytes"] = network() - before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,6 +16,9 @@ from rollout_api.str_enum import StrEnum
 HALF_LIFE = 4
 """Number of newer generations with rollouts after which a rollout has half its weight, because lengths change with the
 policy."""
+MIN_ROLLOUTS_OF_ALL = 64
+"""In statistics of all problems, number of rollouts below which a generation counts only in part. If every small
+training step has a weight version, the rollouts of a few generations do not represent all problems."""
 _MIN_WEIGHT = 2.0**-64
 """Lower limit of weights. It is negligible next to newer rollouts, but old ones still count where there are no
 others."""
@@ -59,15 +62,21 @@ class LengthStats:
     """For each of these lengths, the probability of a greater length."""
 
     @classmethod
-    def from_lengths(cls, lengths: Iterable[tuple[int, int, bool]]) -> Self:
+    def from_lengths(cls, lengths: Iterable[tuple[int, int, bool]], *, min_rollouts: int = 1) -> Self:
         """Estimate the statistics in O(n log n).
 
         Args:
             lengths: for each rollout, its generation, its length in tokens, and whether it was cut off.
+            min_rollouts: a rollout's age is at most the number of rollouts of newer generations divided by this.
         """
         rollouts = list(lengths)
-        generations = sorted({generation for generation, _, _ in rollouts}, reverse=True)
-        weights = {generation: max(_MIN_WEIGHT, 0.5 ** (age / HALF_LIFE)) for age, generation in enumerate(generations)}
+        weights: dict[int, float] = {}
+        newer = 0
+        for rank, (generation, count) in enumerate(
+            sorted(Counter(one for one, _, _ in rollouts).items(), reverse=True)
+        ):
+            weights[generation] = max(_MIN_WEIGHT, 0.5 ** (min(rank, newer / min_rollouts) / HALF_LIFE))
+            newer += count
         ended: defaultdict[int, float] = defaultdict(float)
         censored: defaultdict[int, float] = defaultdict(float)
         for generation, length, cut_off in rollouts:

@@ -69,8 +69,8 @@ The history service exports these metrics ([history.md](history.md#the-history-s
 present while the service maintains the history.
 
 - If `rollout_history_evicted_problems_total` rises, `history.maxBytes` is too small for one epoch.
-- `rollout_history_trimmed_problems_total` counts deletions because the window or the cutoff generation has changed, and
-  not rollouts that newer ones replace when these are appended."""
+- `rollout_history_trimmed_problems_total` counts deletions because the window has changed, and not rollouts that newer
+  ones replace when these are appended."""
 
 OPERATOR = """## Operator
 

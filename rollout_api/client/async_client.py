@@ -514,9 +514,8 @@ class AsyncRolloutClient(JobConnection):
             problems: problem ids, as in :attr:`rollout_api.Rollout.problem_id`. They are read in one round trip for
                 each 256 problems.
             threshold: lowest reward of a rollout that passes.
-            generations: number of newest generations of the history whose rollouts count. Each published weight version
-                is one generation; jobs that share the history have generations of their own. Default: all that the
-                history has kept, by default the last 16 in which the problem was sampled (``speculation.window``).
+            generations: number of generations whose rollouts count, counted per problem: the newest ones in which the
+                problem was sampled. Default: all that the history has kept, by default 16 (``speculation.window``).
 
         Returns:
             Problem id → statistics, in the order of *problems*. Their ``count`` is 0 if there are no rewards.

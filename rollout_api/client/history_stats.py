@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from typing_extensions import Self
 
-from rollout_api.length_stats import LengthStats
+from rollout_api.length_stats import MIN_ROLLOUTS_OF_ALL, LengthStats
 from rollout_api.protocol.history_encoding import LengthEntry, unpack_entries, unpack_recent
 from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address
@@ -57,7 +57,7 @@ class RewardStats:
         entries: Iterable[LengthEntry],
         *,
         threshold: float = DEFAULT_THRESHOLD,
-        oldest_generation: int = 0,
+        generations: int | None = None,
     ) -> Self:
         """Compute the statistics of a problem's entries.
 
@@ -65,9 +65,12 @@ class RewardStats:
             entries: the entries of the problem's rollouts.
             threshold: lowest reward of a rollout that passes. It is rounded to binary32, as the rewards are, so that a
                 reward that was reported as 0.9 reaches a threshold of 0.9.
-            oldest_generation: oldest generation whose rollouts count.
+            generations: number of the problem's newest generations whose rollouts count, at least 1; None for all.
         """
-        counted = [entry for entry in entries if entry.generation >= oldest_generation]
+        counted = list(entries)
+        if generations is not None:
+            newest = set(sorted({entry.generation for entry in counted})[-generations:])
+            counted = [entry for entry in counted if entry.generation in newest]
         rewarded = [
             (entry.generation, entry.reward)
             for entry in counted
@@ -135,10 +138,9 @@ async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: s
             pipeline.lrange(keys.recent_lengths(shard), 0, -1)
     stored = await _execute(pipeline)
     if problem is not None:
-        lengths = [(entry.generation, entry.length, entry.cut_off) for entry in unpack_entries(stored[0])]
-    else:
-        lengths = unpack_recent(entry for entries in stored for entry in entries)
-    return LengthStats.from_lengths(lengths)
+        return LengthStats.from_lengths((one.generation, one.length, one.cut_off) for one in unpack_entries(stored[0]))
+    lengths = unpack_recent(entry for entries in stored for entry in entries)
+    return LengthStats.from_lengths(lengths, min_rollouts=MIN_ROLLOUTS_OF_ALL)
 
 
 async def read_reward_stats(
@@ -151,12 +153,6 @@ async def read_reward_stats(
 ) -> dict[str, RewardStats]:
     """See :meth:`rollout_api.AsyncRolloutClient.reward_stats`."""
     distinct = list(dict.fromkeys(problems))
-    oldest = 0
-    if generations is not None:
-        pipeline = client.pipeline(transaction=False)
-        pipeline.hget(keys.meta, "generation")
-        [newest] = await _execute(pipeline)
-        oldest = int(newest or 0) - generations + 1
     read: dict[str, RewardStats] = {}
     for start in range(0, len(distinct), _PROBLEMS_PER_ROUND_TRIP):
         batch = distinct[start : start + _PROBLEMS_PER_ROUND_TRIP]
@@ -165,7 +161,7 @@ async def read_reward_stats(
             pipeline.hgetall(keys.lengths(problem))
         for problem, entries in zip(batch, await _execute(pipeline), strict=True):
             read[problem] = RewardStats.from_entries(
-                unpack_entries(entries), threshold=threshold, oldest_generation=oldest
+                unpack_entries(entries), threshold=threshold, generations=generations
             )
     return read
 

@@ -249,8 +249,6 @@ class HistoryKeys:
     """Hash, written by jobs: tokenizer, model, byte cap, window, and the generation of each published version."""
     maintainer_lease = _Key()
     """String with expiry, renewed by the maintainer: the process that currently maintains this history."""
-    acceptance_by_age = _Key()
-    """Hash, written by jobs: ``<age>:drafted`` and ``<age>:accepted`` → draft tokens from history of that age."""
     drafter_state = _Key()
     """String, written by engines: a drafter's learned state. New engines start with it."""
 

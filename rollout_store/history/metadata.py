@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis.typing import EncodableT, FieldT
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run
 from rollout_store.history.catalog import batches, decode_names
-from rollout_store.history.window import ALWAYS_KEPT, cutoff_generation, oldest_kept
+from rollout_store.history.window import oldest_kept
 
 FIELDS_PER_ROUND_TRIP = 1000
 """Maximum number of hash fields in one command or server function, which takes a few thousand arguments."""
@@ -45,25 +45,12 @@ class HistoryInfo:
     """The newest generation."""
     window: int
     """Number of generations kept per problem, as requested by the job that opened the history last."""
-    age_limit: int | None
-    """Rollouts of this age in generations are deleted even within the window; None if there is no such limit."""
     max_bytes: int | None
     """Byte cap in Redis; None if there is none."""
 
     def oldest_kept(self, generations: Iterable[int]) -> int:
         """Return the oldest generation that is kept of a problem that was sampled in *generations*."""
-        return oldest_kept(generations, self.window, cutoff_generation(self.generation, self.age_limit))
-
-
-class RetentionRule(NamedTuple):
-    """The rule for keeping generations of a problem, in the form that ``append.lua`` expects."""
-
-    window: int
-    """Number of generations that are kept."""
-    always_kept: int
-    """Number of generations that are kept however old they are."""
-    cutoff: int
-    """The cutoff generation."""
+        return oldest_kept(generations, self.window)
 
 
 def list_histories(client: Redis) -> list[HistoryKeys]:
@@ -130,7 +117,7 @@ class HistoryMetadata:
 
     def info(self) -> HistoryInfo | None:
         """Return the metadata, or None if there is no history of this name."""
-        names = ["tokenizer", "model", "generation", "window", "age_limit", "max_bytes"]
+        names = ["tokenizer", "model", "generation", "window", "max_bytes"]
         stored: Any = self._client.hmget(self._keys.meta, names)
         if not any(stored):
             return None
@@ -140,8 +127,7 @@ class HistoryMetadata:
             model=known.get("model", ""),
             generation=int(known.get("generation", 0)),
             window=int(known.get("window", self.window)),
-            age_limit=_optional_int(known.get("age_limit")),
-            max_bytes=_optional_int(known.get("max_bytes")),
+            max_bytes=int(known["max_bytes"]) if "max_bytes" in known else None,
         )
 
     # Generations
@@ -200,21 +186,16 @@ class HistoryMetadata:
 
     # Retention
 
-    def set_age_limit(self, age_limit: int | None) -> None:
-        """Set the age in generations that rollouts are deleted at; None for no limit."""
-        if age_limit is None:
-            self._client.hdel(self._keys.meta, "age_limit")
-        else:
-            self._client.hset(self._keys.meta, "age_limit", age_limit)
+    def stored_window(self, newest: int | None = None) -> int:
+        """Read how many generations are kept per problem; create the history again if its server has lost it.
 
-    def retention_rule(self, newest: int | None = None) -> RetentionRule:
-        """Read which generations are kept; create the history again if its server has lost it.
+        *newest* is the newest generation of the history, if the caller knows it.
 
         Raises:
             HistoryMismatchError: a history of another tokenizer has taken the name of this one.
         """
-        stored: Any = self._client.hmget(self._keys.meta, ["generation", "window", "age_limit", "tokenizer"])
-        generation, window, age_limit, tokenizer = stored
+        stored: Any = self._client.hmget(self._keys.meta, ["generation", "window", "tokenizer"])
+        generation, window, tokenizer = stored
         self._newest = max(self._newest, int(generation or 0), newest or 0)
         if self._initial and tokenizer is None:
             logger.warning("Redis has lost history %s; it is created again.", self._keys.full_name)
@@ -224,8 +205,7 @@ class HistoryMetadata:
             tokenizer = self._client.hget(self._keys.meta, "tokenizer")
         if self._initial and (stored_tokenizer := (tokenizer or b"").decode()) != self._initial["tokenizer"]:
             raise self._tokenizer_mismatch(stored_tokenizer, self._initial["tokenizer"])
-        cutoff = cutoff_generation(self._newest, _optional_int(age_limit))
-        return RetentionRule(int(window or self.window), ALWAYS_KEPT, cutoff)
+        return int(window or self.window)
 
     # Histories without problems
 
@@ -246,7 +226,3 @@ class HistoryMetadata:
             f"history {self._keys.full_name} holds rollouts of another tokenizer ({stored[:12]}…, this model's is "
             f"{expected[:12]}…); choose another name in spec.history.name"
         )
-
-
-def _optional_int(stored: str | bytes | None) -> int | None:
-    return None if stored is None else int(stored)

@@ -7,7 +7,7 @@ import logging
 import math
 import struct
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -16,7 +16,7 @@ from typing import Any
 import redis
 import zstandard
 
-from rollout_api.length_stats import LengthStats
+from rollout_api.length_stats import MIN_ROLLOUTS_OF_ALL, LengthStats
 from rollout_api.protocol.history_encoding import (
     LengthEntry,
     pack_entry,
@@ -71,17 +71,12 @@ def decode_drafter_state(data: bytes) -> bytes:
         raise RecordError(f"it cannot be decompressed: {error}") from None
 
 
-_DECAY = Function(__package__, "decay")
-
-
 class HistoryStatistics:
-    """Lengths, rewards and acceptance counts of one history."""
+    """Lengths and rewards of one history."""
 
     def __init__(self, client: Redis, keys: HistoryKeys) -> None:
         self._client = client
         self._keys = keys
-
-    # Lengths and rewards
 
     def length_entries(self, problem_id: str) -> list[LengthEntry]:
         """Return lengths and rewards of a problem's rollouts."""
@@ -106,45 +101,13 @@ class HistoryStatistics:
         pipeline = self._client.pipeline(transaction=False)
         for shard in range(NUM_SHARDS):
             pipeline.lrange(self._keys.recent_lengths(shard), 0, -1)
-        return LengthStats.from_lengths(unpack_recent(entry for reply in pipeline.execute() for entry in reply))
+        lengths = unpack_recent(entry for reply in pipeline.execute() for entry in reply)
+        return LengthStats.from_lengths(lengths, min_rollouts=MIN_ROLLOUTS_OF_ALL)
 
     def length_stats_by_problem(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
         """Return length statistics of several problems; empty ones for a problem with a key of the wrong type."""
         entries_by_problem = self.length_entries_by_problem(problem_ids)
         return {problem_id: length_stats_of(entries) for problem_id, entries in entries_by_problem.items()}
-
-    # Acceptance by age
-
-    def add_acceptance(self, by_age: Mapping[int, tuple[float, float]]) -> None:
-        """Add numbers of (drafted, accepted) draft tokens by the age, in generations, of the rollouts behind them."""
-        pipeline = self._client.pipeline(transaction=False)
-        for age, (drafted, accepted) in by_age.items():
-            pipeline.hincrbyfloat(self._keys.acceptance_by_age, f"{age}:drafted", drafted)
-            pipeline.hincrbyfloat(self._keys.acceptance_by_age, f"{age}:accepted", accepted)
-        pipeline.execute()
-
-    def acceptance_by_age(self) -> dict[int, tuple[float, float]]:
-        """Return numbers of (drafted, accepted) draft tokens by age, since they were reset last."""
-        stored: Any = self._client.hgetall(self._keys.acceptance_by_age)
-        by_age: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
-        for name, value in stored.items():
-            age, _, count = name.partition(b":")
-            by_age[int(age)][count] = float(value)
-        return {
-            age: (counts.get(b"drafted", 0.0), counts.get(b"accepted", 0.0)) for age, counts in sorted(by_age.items())
-        }
-
-    def decay_acceptance(self, generation: int, half_life: int) -> None:
-        """Decay the acceptance counts, once for each new generation.
-
-        After *half_life* generations, a count is worth half.
-        """
-        call = Call(_DECAY, [self._keys.acceptance_by_age, self._keys.meta], [generation, half_life])
-        run(self._client, call)
-
-    def reset_acceptance(self) -> None:
-        """Delete the acceptance counts, because those that follow are measured with another age limit."""
-        self._client.delete(self._keys.acceptance_by_age)
 
 
 def rewards_of(entries: Iterable[LengthEntry]) -> dict[bytes, float]:
@@ -265,12 +228,12 @@ class HistoryStore:
             HistoryMismatchError: a history of another tokenizer has taken the name of this one.
             redis.RedisError: the server fails; the call may be repeated.
         """
-        rule = self.metadata.retention_rule(newest)
+        window = self.metadata.stored_window(newest)
         calls, recent_entries = [], []
         for problem_id, record in rollouts:
             entry = pack_entry(record.rollout_id, len(record.tokens), record.cut_off)
             recent_entries.append(pack_recent(record.generation, len(record.tokens), record.cut_off))
-            arguments: list[str | bytes | int | float] = [entry, record.generation, encode_record(record), *rule]
+            arguments: list[str | bytes | int | float] = [entry, record.generation, encode_record(record), window]
             calls.append(Call(_APPEND, list(self.keys.problem_keys(problem_id)), arguments))
         results: list[AppendResult | redis.ResponseError] = []
         changes: dict[str, ProblemChange] = {}

@@ -17,10 +17,9 @@ import redis
 
 from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.redis_client.retry import is_transient
-from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.records import START, HistoryRecord, TokenArray
 from rollout_store.history.store import ENTRIES_PER_READ, HistoryStore, LogSlice
-from rollout_store.history.window import cutoff_generation, oldest_kept
+from rollout_store.history.window import oldest_kept
 
 STOP_TIMEOUT_S = 15.0
 """Seconds to wait for a background thread to end."""
@@ -41,11 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrafterStatistics(Protocol):
-    """Measurements and learned state of a suffix index."""
-
-    def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
-        """Return the numbers of (verified, accepted) draft tokens so far, by the age of their rollouts."""
-        ...
+    """What a suffix index has learned, and from how much."""
 
     def verified(self) -> int:
         """Return the number of draft tokens so far that were verified."""
@@ -75,8 +70,6 @@ class DraftingFeedback:
         on_failure: Callable[[Exception], None],
     ) -> None:
         """Prepare reporting; nothing is sent yet. *on_failure* is called with the error when a write was refused."""
-        self.history_info: HistoryInfo | None = None
-        """Metadata of the history, as of the last report that found it; None before."""
         self._store = store
         self._index = index
         self._interval = interval
@@ -85,8 +78,6 @@ class DraftingFeedback:
         """Whether the learned state of other engines was read."""
         self._saved_at = 0
         """Number of verified tokens when the learned state was saved last."""
-        self._reported: dict[int, tuple[float, float]] = {}
-        """Acceptance by age as of the last report."""
         self._next_report = 0.0
         self._used: set[str] = set()
         """Problems whose use was not reported yet."""
@@ -113,28 +104,14 @@ class DraftingFeedback:
         self._used |= problem_ids
 
     def report(self) -> None:
-        """Report used problems at once; if a report is due, report other results, and read metadata."""
+        """Report used problems at once, and the learned state if a report is due."""
         if self._used:
             self._write(lambda: self._store.catalog.mark_used(self._used))
             self._used = set()
         if time.monotonic() < self._next_report:
             return
         self._next_report = time.monotonic() + self._interval
-        self.history_info = self._store.metadata.info() or self.history_info
-        self._report_acceptance()
         self._save_drafter_state()
-
-    def _report_acceptance(self) -> None:
-        """Report acceptance by age since the last report; maintenance derives the age limit from it."""
-        total = dict(self._index.accepted_by_age())
-        new: dict[int, tuple[float, float]] = {}
-        for age, (drafted, accepted) in total.items():
-            reported = self._reported.get(age, (0.0, 0.0))
-            if drafted > reported[0]:
-                new[age] = drafted - reported[0], accepted - reported[1]
-        if new:
-            self._write(lambda: self._store.statistics.add_acceptance(new))
-        self._reported = total
 
     def _save_drafter_state(self) -> None:
         """Save the learned state for engines that start later, if enough was learned since the last save."""
@@ -232,11 +209,9 @@ class HistorySync:
         """Problems with changes that were not read yet."""
         self._shard_cursors: dict[int, float | None] = {}
         """Shard → cursor of the last query for changes."""
-        self._cutoff = 0
-        """The cutoff generation."""
         # State that is shared with other threads under the condition's lock.
         self._wake = threading.Condition()
-        self._announced: tuple[frozenset[str], int] = (frozenset(), 0)
+        self._announced: frozenset[str] = frozenset()
         self._requested: set[str] = set()
         self._num_announced = 0
         self._num_served = 0
@@ -254,18 +229,17 @@ class HistorySync:
             self._wake.notify_all()
         self._thread.join(timeout=STOP_TIMEOUT_S)
 
-    def announce(self, problems: Iterable[str], generation: int, wanted: Iterable[str] | None = None) -> None:
+    def announce(self, problems: Iterable[str], wanted: Iterable[str] | None = None) -> None:
         """From now on, keep the logs of *problems* in the index, each within its window.
 
         Args:
             problems: ids of all problems, in place of those that were announced before.
-            generation: the newest generation of the history.
             wanted: those of *problems* whose rollouts are about to start (default: all). Their rewards are read, too,
                 this one time. A problem is only read after it was wanted once since the index evicted it.
         """
         announced = frozenset(problems)
         with self._wake:
-            self._announced = (announced, generation)
+            self._announced = announced
             self._requested |= announced if wanted is None else announced.intersection(wanted)
             self._num_announced += 1
             self._wake.notify_all()
@@ -289,10 +263,10 @@ class HistorySync:
         pause = POLL_INTERVAL_S
         while not self._stopping:
             with self._wake:
-                num_announced, (problems, generation) = self._num_announced, self._announced
+                num_announced, problems = self._num_announced, self._announced
                 requested, self._requested = self._requested, set()
             try:
-                self._synchronize(problems, generation, requested, num_announced)
+                self._synchronize(problems, requested, num_announced)
                 pause = POLL_INTERVAL_S
             except Exception as error:  # rollouts continue without the history, so the thread must survive
                 self._count_failure(error)
@@ -309,14 +283,13 @@ class HistorySync:
                 if not self._stopping and self._num_announced == num_announced:
                     self._wake.wait(pause)
 
-    def _synchronize(self, problems: frozenset[str], generation: int, requested: set[str], num_announced: int) -> None:
+    def _synchronize(self, problems: frozenset[str], requested: set[str], num_announced: int) -> None:
         """Bring the index up to date with the announced problems, then report drafting results."""
         self._unread = (self._unread | requested) & problems
         self._feedback.load_drafter_state()
         self._forget_evicted()
         if num_announced != self._num_served:
             self._forget_unannounced(problems)
-        self._apply_cutoff(generation)
         self._find_changes(problems)
         self._feedback.mark_used(self._unread)
         self._read_to_end(problems)
@@ -349,26 +322,16 @@ class HistorySync:
         self._generations.pop(problem, None)
         self._changed.discard(problem)
 
-    # Forgetting old rollouts
-
-    def _apply_cutoff(self, generation: int) -> None:
-        """Drop rollouts older than a new cutoff; those that leave the window are dropped when newer ones arrive."""
-        info = self._feedback.history_info
-        previous, self._cutoff = self._cutoff, cutoff_generation(generation, None if info is None else info.age_limit)
-        if self._cutoff > previous:
-            for problem in list(self._generations):
-                self._apply_window(problem, ())
+    # Reading
 
     def _apply_window(self, problem: str, added: Iterable[int]) -> int:
         """Drop what leaves a problem's window when generations are added; return the oldest generation in it."""
         generations = self._generations.get(problem, set()).union(added)
-        oldest = oldest_kept(generations, self._store.metadata.window, self._cutoff)
+        oldest = oldest_kept(generations, self._store.metadata.window)
         if generations and min(generations) < oldest:
             self._sink.drop_before(problem, oldest)
         self._generations[problem] = {generation for generation in generations if generation >= oldest}
         return oldest
-
-    # Reading
 
     def _find_changes(self, problems: frozenset[str]) -> None:
         """Find the problems that have changed, in one round trip however many there are."""

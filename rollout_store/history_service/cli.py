@@ -45,11 +45,9 @@ from rollout_store.history.maintenance.run import MaintenanceCounts, Maintenance
 from rollout_store.history.metadata import HistoryMismatchError, list_histories
 from rollout_store.history.records import encode_record
 from rollout_store.history.store import HistoryStore, UnknownHistoryError
-from rollout_store.history.window import describe_age_limit
 from rollout_store.history_service.service import HistoryServer, HistoryService
 from rollout_store.history_service.views import (
     ProblemRow,
-    acceptance_table,
     compare_rollouts,
     console,
     count_histogram,
@@ -194,7 +192,7 @@ def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
             format_bytes(row["bytes"]),
             "–" if row["max_bytes"] is None else format_bytes(row["max_bytes"]),
             f"{row['generation']:,}",
-            f"{row['window']}" if row["age_limit"] is None else f"{row['window']}, age < {row['age_limit']}",
+            f"{row['window']}",
             format_age(row["unused_seconds"]),
         )
     output.print(table)
@@ -318,13 +316,13 @@ def show(
 
 @app.command()
 def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> None:
-    """Show the lengths of a history's latest rollouts, and the acceptance of drafts by the age of the rollouts used."""
+    """Show the lengths of a history's latest rollouts."""
     with _connected(redis) as client:
         keys = _parse_history_name(history)
         store, _ = HistoryStore.open_existing(client, keys)
-        lengths, acceptance = store.statistics.length_stats(None), store.statistics.acceptance_by_age()
+        lengths = store.statistics.length_stats(None)
     if as_json:
-        print_json(statistics_document(keys, lengths, acceptance))
+        print_json(statistics_document(keys, lengths))
         return
     quantiles = length_quantiles(lengths)
     output = console()
@@ -341,9 +339,6 @@ def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> Non
         table.add_row(*(f"> {lengths.longest:,}" if value is None else f"{value:,.0f}" for value in quantiles.values()))
         output.print(table)
         output.print(share_histogram(length_shares(lengths)))
-    if acceptance:
-        output.print("Draft tokens by the age, in generations, of the rollouts that they came from:")
-        output.print(acceptance_table(acceptance))
 
 
 @app.command("export")
@@ -486,7 +481,6 @@ def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
         "max_bytes": None,
         "generation": 0,
         "window": 0,
-        "age_limit": None,
         **info,
         "problems": plan.problems,
         "bytes": plan.bytes,
@@ -581,9 +575,6 @@ def _describe_plan(plan: MaintenancePlan) -> str:
         f"{len(plan.evict):,} evicted ({format_bytes(evicted_bytes)})",
         f"{len(plan.compact):,} compacted",
     ]
-    if plan.info is not None and plan.age_limit != plan.info.age_limit:
-        current, planned = (describe_age_limit(limit) for limit in (plan.info.age_limit, plan.age_limit))
-        parts.append(f"rollouts of {planned} would be kept instead of {current}")
     return ", ".join(parts)
 
 

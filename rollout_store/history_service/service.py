@@ -251,7 +251,6 @@ _GAUGES = {
     "max_bytes": "Byte cap of the history.",
     "problems": "Number of problems in the history.",
     "window_generations": "Number of generations that the history keeps per problem.",
-    "age_limit_generations": "Age from which rollouts are deleted even within the window. Absent without such a limit.",
     "generation": "Newest generation of the history.",
     "unused_seconds": "Time since the last append to the history or draft from it.",
     "last_maintenance_seconds": "Duration of the last maintenance run.",
@@ -290,7 +289,6 @@ def _gauge_values(state: HistoryState) -> dict[str, float | None]:
                 "max_bytes": info.max_bytes,
                 "generation": info.generation,
                 "window_generations": info.window,
-                "age_limit_generations": info.age_limit,
             }
     return values
 

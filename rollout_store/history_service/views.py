@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
@@ -134,15 +134,6 @@ def share_histogram(bins: Sequence[tuple[int, int | None, float]]) -> Table:
     return table
 
 
-def acceptance_table(by_age: dict[int, tuple[float, float]]) -> Table:
-    """Return a table of (drafted, accepted) draft tokens by age."""
-    table = new_table(">age", ">drafted", ">accepted", ">share", "")
-    for age, (drafted, accepted) in by_age.items():
-        share = accepted / drafted if drafted else 0.0
-        table.add_row(f"{age}", f"{drafted:,.0f}", f"{accepted:,.0f}", f"{share:.1%}", "█" * round(_BAR_WIDTH * share))
-    return table
-
-
 def _bar_length(value: float, largest: float) -> int:
     """Return the length of a bar, which is visible unless the value is zero."""
     return max(1, round(_BAR_WIDTH * value / largest)) if value else 0
@@ -156,9 +147,7 @@ def length_quantiles(lengths: LengthStats) -> dict[float, float | None]:
     return {p: lengths.quantile(p) for p in _QUANTILES} if lengths.count else {}
 
 
-def statistics_document(
-    keys: HistoryKeys, lengths: LengthStats, acceptance: Mapping[int, tuple[float, float]]
-) -> dict[str, Any]:
+def statistics_document(keys: HistoryKeys, lengths: LengthStats) -> dict[str, Any]:
     """Return the statistics in the form of ``rollout history stats --json``."""
     return {
         "history": keys.full_name,
@@ -169,9 +158,6 @@ def statistics_document(
         "longest": lengths.longest,
         "quantiles": {str(p): quantile for p, quantile in length_quantiles(lengths).items()},
         "histogram": [{"above": low, "to": high, "share": share} for low, high, share in length_shares(lengths)],
-        "acceptance": [
-            {"age": age, "drafted": drafted, "accepted": accepted} for age, (drafted, accepted) in acceptance.items()
-        ],
     }
 
 

@@ -79,7 +79,7 @@ _STATUS = ("status.json", "The coordinator's last status, or what is known witho
 _JOB = ("job.json", "The job's description in Redis (model, sampling, limits, state), and its totals.")
 _ENGINES = ("engines.json", "The last report of each engine, and the engines that cannot start, with the reasons.")
 _DEAD_LETTERS = ("dead_letters.json", "The messages that could not be processed, with the reasons.")
-_HISTORY = ("history.json", "The metadata of the job's history, lengths of its rollouts, and acceptance by age.")
+_HISTORY = ("history.json", "The metadata of the job's history, and lengths of its rollouts.")
 _RECORDING = (
     "recording.json.gz",
     "The timeline: when each rollout ran where, and measurements over time. `rollout report recording.json.gz --html "
@@ -322,8 +322,8 @@ def _read_history(job: FoundJob, history_url: str) -> dict[str, Any]:
     keys = HistoryKeys.from_full_name(named.decode())
     with contextlib.closing(connect_history(history_url or job.redis_url)) as client:
         store, info = HistoryStore.open_existing(client, keys)
-        lengths, acceptance = store.statistics.length_stats(None), store.statistics.acceptance_by_age()
-    return asdict(info) | statistics_document(keys, lengths, acceptance)
+        lengths = store.statistics.length_stats(None)
+    return asdict(info) | statistics_document(keys, lengths)
 
 
 def _read_recording(job: FoundJob, history_url: str, *, with_rollouts: bool) -> JobRecording:

@@ -26,11 +26,9 @@ from rollout_tools.report.engines import (
 )
 from rollout_tools.report.recording import JobRecording, choose_problems
 from rollout_tools.report.rollout_plots import (
-    acceptance_by_age,
     acceptance_by_position,
     accepted_by_source,
     accepted_by_step,
-    by_age,
     by_position,
     calibration_plot,
     lengths_by_step,
@@ -222,14 +220,6 @@ class ReportSections:
                 "Later positions are reached less often; the draft policy ends a draft where the next token no longer "
                 "pays. Counted since the engines started, over all draft modes.",
                 acceptance_by_position(by_position(self._recording.positions)),
-            )
-        if self._recording.acceptance_by_age:
-            yield _single(
-                "acceptance-by-age",
-                "By age of the history",
-                "Drafts from rollouts of older policies are accepted less often if the policy changes quickly. Counted "
-                "for all jobs that share the history; older counts have less weight.",
-                acceptance_by_age(by_age(self._recording.acceptance_by_age)),
             )
 
     def _lengths(self) -> Iterator[Plot]:

@@ -114,7 +114,6 @@ class _FromHistory(NamedTuple):
 
     rewards: list[float | None]
     lengths: dict[str, list[PastLength]]
-    acceptance_by_age: dict[int, tuple[float, float]]
     problems: list[ViewedProblem]
 
 
@@ -135,7 +134,6 @@ def _read_history(
     return _FromHistory(
         rewards=_rewards(uid, ended, entries),
         lengths=lengths,
-        acceptance_by_age=store.statistics.acceptance_by_age(),
         problems=[
             read_problem(store, problem, decode, prompts.get(problem), MAX_TOKENS // len(chosen)) for problem in chosen
         ],

@@ -103,8 +103,6 @@ class JobRecording:
     """Measurements in the order of their times."""
     lengths: dict[str, list[PastLength]] = field(default_factory=dict)
     """Problem of this job → lengths of its rollouts in the history, oldest generation first."""
-    acceptance_by_age: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Age in generations → (drafted, accepted) draft tokens from the history, of all jobs that share the history."""
     positions: list[DraftCounts] = field(default_factory=list)
     """Draft tokens by position, of the engines that are still registered."""
     problems: list[ViewedProblem] = field(default_factory=list)

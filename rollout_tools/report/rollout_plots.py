@@ -61,11 +61,6 @@ def by_position(counts: Iterable[DraftCounts]) -> dict[str, Acceptance]:
     return dict(sums)
 
 
-def by_age(counts: Mapping[int, Sequence[float]]) -> dict[int, Acceptance]:
-    """Return the draft tokens from the history by the age of the rollouts behind them."""
-    return {age: Acceptance(*of_age) for age, of_age in sorted(counts.items())}
-
-
 def accepted_by_step(comparisons: Sequence[Comparison], unit: str) -> go.Figure:
     """Lines of accepted draft tokens per decoding step, in each draft mode."""
     numbers = [one.step.number for one in comparisons]
@@ -124,11 +119,6 @@ def acceptance_by_position(counts: Mapping[str, Acceptance]) -> go.Figure:
     """The acceptance rate of draft tokens at each position, and how many were verified there."""
     axis = {"title": {"text": "position in the draft"}, "type": "category", "automargin": True}
     return _rate_figure(_rates(counts, GREEN), axis)
-
-
-def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
-    """The acceptance rate of draft tokens from the history by the age of the rollouts behind them."""
-    return _rate_figure(_rates(counts, BLUE), numbers_axis("age in generations", list(counts)))
 
 
 def _rates(counts: Mapping[str, Acceptance] | Mapping[int, Acceptance], color: str) -> list[go.Bar | go.Scatter]:

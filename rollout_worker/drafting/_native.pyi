@@ -147,18 +147,6 @@ class SuffixIndex:
 
     def counters(self) -> Any: ...
     def verification_counts(self) -> Any: ...
-    def accepted_by_age(self) -> dict[int, tuple[float, float]]:
-        """Return the numbers of (verified, accepted) draft tokens from the history, by the age of their rollouts.
-
-        The age of a rollout is the newest generation in the index at the time of the draft, minus the generation of the
-        rollout; 63 covers all larger ages. Both numbers are sums since the index was created. Ages without verified
-        tokens are omitted. Drafts and `extend` never wait for this method.
-
-        Only verified tokens to which ``"history"`` gave the most probability count (see `SourceCounts`). If rollouts of
-        several ages propose a token, it counts in equal parts for each of these ages, so that all parts add up to the
-        number that `counters` returns for ``"history"``. Attributing the token to the youngest age would leave to older
-        ages only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
-        """
 
 class Batch:
     def __init__(

@@ -33,10 +33,13 @@ however short it is.
 
 All probabilities are learned online. The chain is learned by expectation maximization, in buckets of source, match
 length, number of votes, share of the votes for the top candidate, and index in the draft. Votes of finished rollouts
-are weighted by their age in generations (up to 1, 3, 7, more) and by their reward (unknown, below the mean of the
-problem, at least the mean); the weights are learned by gradient ascent on the likelihood of the sampled tokens. A
-logistic regression then calibrates the result by the token, the pair of the previous token and the token, the longest
-match and the index.
+are weighted by their age (up to 1, 3, 7, more) and by their reward (unknown, below the mean of the problem, at least
+the mean); the weights are learned by gradient ascent on the likelihood of the sampled tokens. A logistic regression
+then calibrates the result by the token, the pair of the previous token and the token, the longest match and the index.
+
+**Ages.** The newest generation in the index has the age 0. Any other one has the age 1 plus the number of generations
+after it, and before the newest, in which the request's problem was sampled. The rollouts of the previous epoch
+therefore have the age 1, whether an epoch has one weight version or a thousand.
 
 **Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. A draft ends
 when its budget is used, after a stop token, where no occurrence has a next token, or before the first token whose
@@ -359,8 +362,8 @@ class SuffixIndex(_native.SuffixIndex):
         Returns:
             A draft for each request, with lists of equal length: `tokens`, their `probabilities` of being accepted if
             the tokens before them are, the `sources` that give them the most probability, and their `ages` (the age of
-            the newest finished rollout of that source that proposes the token, in generations, or None if the source
-            has only running rollouts). `expected` is the expected number of accepted tokens according to the
+            the newest finished rollout of that source that proposes the token, or None if the source has only running
+            rollouts). `expected` is the expected number of accepted tokens according to the
             probabilities; `match_length` is the length of the longest match, 0 for an empty draft.
 
         Raises:

@@ -267,7 +267,7 @@ class DraftingExtension(EngineExtension):
     def das_announce(self, problems: list[str], generation: int, wanted: list[str] | None) -> None:
         """Fetch the history of *problems* in the background; see :meth:`Engine.announce`."""
         if self._das_sync is not None:
-            self._das_sync.announce(problems, generation, wanted)
+            self._das_sync.announce(problems, wanted)
             self._das_controller.set_generation(generation)
 
     def das_history_ready(self) -> bool:

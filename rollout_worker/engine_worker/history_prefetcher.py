@@ -96,7 +96,7 @@ class HistoryPrefetcher:
         self._wake.set()
 
     async def advance(self, generation: int) -> None:
-        """Announce a new generation of the history, so that the drafter drops rollouts that left the window."""
+        """Announce a new generation of the history, so that the engine judges anew whether drafting pays."""
         self._generation = generation
         if self._engine.config.drafting is not None and self._announced:
             await self._engine.announce(list(self._announced), generation, wanted=())

@@ -46,7 +46,8 @@ def test_statistics_of_one_problem_and_of_all(redis_url: str, job: FakeJob) -> N
     with RolloutClient.connect(redis_url, job.name) as client:
         assert LengthStats.from_lengths([(4, 10, False), (4, 20, True)]) == client.length_stats("p")
         assert LengthStats.from_lengths([(8, 30, False)]) == client.length_stats(PROBLEM_WITH_SPECIAL_CHARACTERS)
-        assert LengthStats.from_lengths([(4, 10, False), (4, 20, True), (8, 30, False)]) == client.length_stats()
+        of_all = LengthStats.from_lengths([(4, 10, False), (4, 20, True), (8, 30, False)], min_rollouts=64)
+        assert of_all == client.length_stats()
         assert LengthStats.from_lengths([]) == client.length_stats("never seen")
         assert HISTORY.full_name == client.job.history
 
@@ -173,7 +174,7 @@ def test_pass_rates_of_several_problems(redis_url: str, job: FakeJob) -> None:
         stats = client.reward_stats(["p", PROBLEM_WITH_SPECIAL_CHARACTERS, "without rewards", "never seen", "p"])
         stricter = client.reward_stats([PROBLEM_WITH_SPECIAL_CHARACTERS], threshold=0.9)
         newest = client.reward_stats(["p"], generations=1)
-        recent = client.reward_stats(["p", PROBLEM_WITH_SPECIAL_CHARACTERS], generations=3)
+        recent = client.reward_stats(["p", PROBLEM_WITH_SPECIAL_CHARACTERS], generations=2)
     assert ["p", PROBLEM_WITH_SPECIAL_CHARACTERS, "without rewards", "never seen"] == list(stats)
     assert RewardStats(num_rollouts=5, count=4, mean=0.75, pass_rate=0.75, newest_generation=4) == stats["p"]
     special = stats[PROBLEM_WITH_SPECIAL_CHARACTERS]
@@ -187,7 +188,17 @@ def test_pass_rates_of_several_problems(redis_url: str, job: FakeJob) -> None:
     assert RewardStats(1, 0, None, None, None) == stats["without rewards"]
     assert RewardStats(0, 0, None, None, None) == stats["never seen"]
     assert RewardStats(2, 2, 1.0, 1.0, 4) == newest["p"]
-    assert [2, 2] == [one.count for one in recent.values()]
+    assert [4, 2] == [one.count for one in recent.values()]
+
+
+def test_generations_are_counted_per_problem(redis_url: str, job: FakeJob) -> None:
+    """With 1,000 weight versions per epoch, the newest versions have sampled only few of the problems."""
+    for epoch in range(3):
+        for problem in range(4):
+            record_rewards(job.redis, f"p{problem}", 1000 * epoch + 250 * problem, [float(epoch)])
+    with RolloutClient.connect(redis_url, job.name) as client:
+        stats = client.reward_stats([f"p{problem}" for problem in range(4)], generations=2)
+    assert [(2, 1.5)] * 4 == [(one.count, one.mean) for one in stats.values()]
 
 
 async def test_reads_many_problems_in_few_round_trips(redis_url: str, job: FakeJob) -> None:
@@ -243,5 +254,5 @@ def test_rewards_on_a_cluster(redis_url: str, job: FakeJob, tmp_path: Path) -> N
     ):
         for index in range(20):
             record_rewards(nodes, f"problem {index}", index, [float(index % 2)])
-        stats = client.reward_stats([f"problem {index}" for index in range(20)], generations=10)
-    assert [0] * 10 + [1] * 10 == [one.count for one in stats.values()]
+        stats = client.reward_stats([f"problem {index}" for index in range(20)], generations=1)
+    assert [1] * 20 == [one.count for one in stats.values()]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api import LengthClass, LengthStats, RewardStats
+from rollout_api.length_stats import MIN_ROLLOUTS_OF_ALL
 from rollout_api.protocol.history_encoding import (
     ENTRY_BYTES,
     KEY_BYTES,
@@ -131,6 +132,22 @@ def test_tail_known_only_from_old_rollouts_is_kept() -> None:
     assert 0.5 == stats.prob_longer_than(1500, so_far=10)
 
 
+@pytest.mark.parametrize(("versions", "rollouts"), [(1, 8000), (10, 800), (1000, 8)])
+def test_the_latest_rollouts_of_all_problems_are_represented_however_many_weight_versions_an_epoch_has(
+    versions: int, rollouts: int
+) -> None:
+    lengths = [(version, 10, False) for version in range(versions) for _ in range(rollouts)]
+    stats = LengthStats.from_lengths(lengths, min_rollouts=MIN_ROLLOUTS_OF_ALL)
+    assert 8000 == stats.count
+    assert stats.weight > 350
+
+
+@given(at_least_one, st.integers(1, 10), st.integers(10, 20))
+def test_generations_with_enough_rollouts_count_as_a_whole(lengths: Lengths, enough: int, copies: int) -> None:
+    repeated = lengths * copies
+    assert LengthStats.from_lengths(repeated) == LengthStats.from_lengths(repeated, min_rollouts=enough)
+
+
 # Length classes.
 
 
@@ -207,10 +224,13 @@ entries = st.lists(
 )
 
 
-@given(entries, st.floats(-1e30, 1e30), st.integers(-2, 7))
-def test_statistics_follow_their_definitions(entries: list[LengthEntry], threshold: float, oldest: int) -> None:
-    stats = RewardStats.from_entries(entries, threshold=threshold, oldest_generation=oldest)
-    counted = [entry for entry in entries if entry.generation >= oldest]
+@given(entries, st.floats(-1e30, 1e30), st.none() | st.integers(1, 7))
+def test_statistics_follow_their_definitions(
+    entries: list[LengthEntry], threshold: float, generations: int | None
+) -> None:
+    stats = RewardStats.from_entries(entries, threshold=threshold, generations=generations)
+    newer = [len({newer.generation for newer in entries if newer.generation > entry.generation}) for entry in entries]
+    counted = [entry for entry, rank in zip(entries, newer, strict=True) if generations is None or rank < generations]
     known = [entry.reward for entry in counted if entry.reward is not None]
     assert (len(counted), len(known)) == (stats.num_rollouts, stats.count)
     if not known:

@@ -56,7 +56,6 @@ def use_history(store: HistoryStore) -> None:
         assert {AppendResult.APPENDED} == set(store.append_all(rollouts, newest=generation))
     store.catalog.mark_used(PROBLEMS)
     store.set_rewards("p", {"p/0": 0.5, "p/1": 1.0})
-    store.statistics.add_acceptance({1: (8.0, 4.0)})
     store.save_drafter_state(b"state")
     assert store.drafter_state() == b"state"
     found = store.read(dict.fromkeys(PROBLEMS, START), with_rewards=PROBLEMS)
@@ -121,11 +120,9 @@ def test_user_of_the_service_may_maintain_every_history(admin: redis.Redis, conn
     assert (info := store.metadata.info()) is not None
     assert ("a/model", 10**6) == (info.model, info.max_bytes)
     assert set(PROBLEMS) == {problem.problem_id for problem in store.catalog.problems()}
-    assert {1: (8.0, 4.0)} == store.statistics.acceptance_by_age()
     operations = MaintenanceOperations(store)
     assert operations.compact("p")
     operations.trim("p")
-    store.metadata.set_age_limit(2)
     maintainer = HistoryMaintainer(user, OWN, token="the service's")
     assert 3 == maintainer.run_once().problems
     maintainer.lease.release()

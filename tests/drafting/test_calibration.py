@@ -1,10 +1,9 @@
-"""What the index learns: probabilities converge to acceptance rates, another index continues, and ages are counted."""
+"""What the index learns: probabilities converge to acceptance rates, ages count, and another index continues."""
 
 from __future__ import annotations
 
 import itertools
 import struct
-import threading
 
 import numpy as np
 import pytest
@@ -81,12 +80,12 @@ def minority_wins(few: tuple[int, float | None], many: tuple[int, float | None],
     """Return for each problem whether the token of the minority is drafted, given that it is always the right one.
 
     Three rollouts of the generation and reward *few* begin with one token, and five of *many* with another. Each
-    problem has its own tokens.
+    problem has its own tokens, and rollouts without tokens in all generations.
     """
     index = SuffixIndex()
-    index.add("newest", [("newest", 10, [0])])
     won = []
     for problem in range(problems):
+        index.add(str(problem), [(f"empty {generation}", generation, []) for generation in range(11)])
         few_token, many_token = 2 * problem + 1, 2 * problem + 2
         index.add(str(problem), [(f"few {i}", few[0], [few_token]) for i in range(3)])
         index.add(str(problem), [(f"many {i}", many[0], [many_token]) for i in range(5)])
@@ -106,6 +105,61 @@ def test_votes_of_the_more_accurate_age_gain_weight(age: int, right: str) -> Non
     young, old = (10, None), (10 - age, None)
     found = minority_wins(*((young, old) if right == "young" else (old, young)), problems=150)
     assert (False, True) == (found[0], found[-1])
+
+
+def drafted_ages(index: SuffixIndex, problem: str, beginnings: list[int]) -> list[int | None]:
+    """Return for each beginning of a response the age of the rollout that the draft after it comes from."""
+    ages = []
+    for beginning in beginnings:
+        handle = index.open(problem, sources=("history", "cross_problem"))
+        index.extend(handle, [beginning])
+        ages += index.draft(handle, 1).ages
+        index.close(handle)
+    return ages
+
+
+@pytest.mark.parametrize("versions", [1, 2, 1000])
+def test_ages_count_the_generations_in_which_the_problem_was_sampled(versions: int) -> None:
+    """They do not depend on the number of weight versions per epoch, nor on whether siblings have ended."""
+    index = SuffixIndex(pool_tokens=1000)
+    epochs = range(5)
+    index.add("p", [(f"{epoch}", epoch * versions, [epoch, 9]) for epoch in epochs[:-1]])
+    assert [3, 2, 1, 0] == drafted_ages(index, "p", [0, 1, 2, 3])
+    index.add("q", [("other", 4 * versions, [4, 9])])
+    for _ in range(2):
+        assert [4, 3, 2, 1, 0] == drafted_ages(index, "p", [*epochs])
+        index.add("p", [("sibling", 4 * versions, [5, 9])])
+    assert [0] == drafted_ages(index, "p", [5])
+    # Another problem has its own ages, also of rollouts of the first one.
+    index.add("r", [("other", 2 * versions, [2, 9])])
+    assert [2, 2, 1, 1, 0, 0] == drafted_ages(index, "r", [0, 1, 2, 3, 4, 5])
+    index.drop_rollout("p", "3")
+    assert [3, 2, 1, 0] == drafted_ages(index, "p", [0, 1, 2, 5])
+    index.drop_before("p", 2 * versions)
+    assert [1, 0] == drafted_ages(index, "p", [2, 5])
+    index.drop_problem("p")
+    assert [1, 0] == drafted_ages(index, "p", [2, 4]), "rollouts of other problems"
+
+
+def test_drafts_do_not_depend_on_the_number_of_weight_versions_per_epoch() -> None:
+    found = []
+    for versions in (1, 1000):
+        rng = np.random.default_rng(5)
+        index = SuffixIndex(depth=16, pool_tokens=10_000)
+        drafts = []
+        text = rng.integers(0, 8, 200)
+        for epoch in range(12):
+            for problem in ("p", "q"):
+                handle = index.open(problem)
+                for start in range(0, len(text), 4):
+                    drafts.append(index.draft(handle, 4))
+                    index.extend(handle, text[start : start + 4].tolist())
+                index.close(handle)
+                index.add(problem, [(f"{epoch}", versions * epoch, text.astype(np.uint32))])
+                index.wait_idle()
+                text = np.where(rng.random(len(text)) < 0.1, rng.integers(0, 8, len(text)), text)
+        found.append([(draft.tokens, draft.probabilities, draft.ages) for draft in drafts])
+    assert found[0] == found[1]
 
 
 def test_votes_of_rewarded_rollouts_gain_weight_when_they_are_more_accurate() -> None:
@@ -287,89 +341,3 @@ def test_an_invalid_state_is_rejected_and_changes_nothing() -> None:
     assert before == index.state_dict()
     with pytest.raises(TypeError):
         index.load_state_dict("text")
-
-
-def step(index: SuffixIndex, problem: str, sampled: list[int], budget: int = 1) -> list[int]:
-    """Draft at the beginning of a request, extend it by *sampled*, and return the draft."""
-    handle = index.open(problem, sources=("history",))
-    drafted = index.draft(handle, budget).tokens
-    index.extend(handle, sampled)
-    index.close(handle)
-    return drafted
-
-
-@pytest.mark.parametrize("ages", [17, 23, 31])
-def test_the_parts_of_a_token_add_up_to_one(ages: int) -> None:
-    """If a token cannot be divided evenly, the youngest age takes the negligible remainder."""
-    index = SuffixIndex()
-    index.add("p", [(f"{generation}", generation, [1]) for generation in range(ages)])
-    for _ in range(100):
-        step(index, "p", [1])
-    parts = [accepted for _, accepted in index.accepted_by_age().values()]
-    assert ages == len(parts)
-    assert pytest.approx(100, abs=1e-9) == sum(parts)
-    assert pytest.approx([100 / ages] * ages, rel=1e-2) == parts
-
-
-@pytest.mark.parametrize(("age", "counted"), [(0, 0), (62, 62), (63, 63), (64, 63), (2**63 - 1, 63)])
-def test_large_ages_are_counted_together(age: int, counted: int) -> None:
-    index = SuffixIndex()
-    index.add("p", [("a", -1, [1])])
-    index.add("q", [("a", age - 1, [1])])
-    step(index, "p", [1])
-    assert {counted: (1.0, 1.0)} == index.accepted_by_age()
-
-
-def test_counts_are_consistent_under_concurrent_reads_and_writes() -> None:
-    """All parts add up to the tokens of the history, accepted never exceed verified tokens, and no count decreases."""
-    index = SuffixIndex(threads=2)
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, 6, 400).tolist()
-    index.add("p", [(f"{generation}", generation, text[generation:]) for generation in range(16)])
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def read() -> None:
-        try:
-            before: dict[int, tuple[float, float]] = {}
-            while not done.is_set():
-                now = index.accepted_by_age()
-                for age, (verified, accepted) in now.items():
-                    verified_before, accepted_before = before.get(age, (0.0, 0.0))
-                    assert -1e-9 <= accepted - accepted_before <= verified - verified_before + 1e-9
-                assert before.keys() <= now.keys()
-                before = now
-        except BaseException as error:
-            errors.append(error)
-
-    def generate(seed: int) -> None:
-        try:
-            steps = np.random.default_rng(seed)
-            handles = [index.open("p", sources=("history",)) for _ in range(4)]
-            position = int(steps.integers(0, 50))
-            while position < len(text):
-                index.draft_batch(handles, [4] * 4)
-                sampled = text[position : position + 3] if steps.random() < 0.7 else [9]
-                index.extend_batch(handles, [sampled] * 4)
-                position += 3
-            for handle in handles:
-                index.close(handle)
-        except BaseException as error:
-            errors.append(error)
-
-    reader = threading.Thread(target=read)
-    generators = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
-    for thread in (reader, *generators):
-        thread.start()
-    for generation in range(16, 24):
-        index.add("p", [(f"{generation}", generation, text)])
-    for thread in generators:
-        thread.join()
-    done.set()
-    reader.join()
-    if errors:
-        raise errors[0]
-    by_age, history = index.accepted_by_age(), index.counters()["history"]
-    assert 100 < history.accepted < history.verified
-    assert history.verified == pytest.approx(sum(verified for verified, _ in by_age.values()))
-    assert history.accepted == pytest.approx(sum(accepted for _, accepted in by_age.values()))

@@ -136,7 +136,7 @@ def test_writers_and_readers_continue_after_a_failover(tmp_path: Path) -> None:
         writer, index = Writer(sentinels.url), SuffixIndex()
         sync = HistorySync(store_at(sentinels.url), index)
         sync.start()
-        sync.announce(PROBLEMS, 1)
+        sync.announce(PROBLEMS)
         try:
             with writer.writing():
                 wait_for(lambda: len(writer.acknowledged) > 100, 20, "Few rollouts are appended.")
@@ -179,7 +179,7 @@ def test_history_is_created_again_after_its_server_lost_it(tmp_path: Path) -> No
         sync = HistorySync(store_at(server.url), index)
         sync.start()
         try:
-            sync.announce(["p0"], 9)
+            sync.announce(["p0"])
             assert sync.wait_ready(10)
             server.restart()  # it loses its data
             assert AppendResult.APPENDED == retry(lambda: store.append("p0", record("after", 9)))

@@ -59,7 +59,7 @@ def rollouts(store: HistoryStore, problem: str) -> list[str]:
     return [record.rollout_id for record in store.read({problem: START})[problem].records]
 
 
-@pytest.mark.parametrize("command", ["xlen", "hgetall"])
+@pytest.mark.parametrize("command", ["xlen", "hkeys"])
 def test_problem_that_could_not_be_read_is_planned_again(server: Any, command: str) -> None:
     store = open_history(server)
     fill(store, ["p"])
@@ -236,47 +236,11 @@ def test_rollouts_outside_the_window_are_deleted_without_an_append(client: Redis
         store.metadata.publish("run", version)
     assert 0 == maintainer.run_once().counts.trimmed
     assert [f"p-{generation}-0" for generation in range(1, WINDOW + 1)] == rollouts(store, "p")
-    # An age limit is set, and then a job with a smaller window opens the history.
-    store.metadata.set_age_limit(WINDOW)
-    assert 1 == maintainer.run_once().counts.trimmed
-    assert ([f"p-{generation}-0" for generation in (WINDOW - 1, WINDOW)], ["q-1-0"]) == (
-        rollouts(store, "p"),
-        rollouts(store, "q"),
-    )
+    # A job with a smaller window opens the history.
     open_history(client, window=1)
     assert 1 == maintainer.run_once().counts.trimmed
     assert ([f"p-{WINDOW}-0"], ["q-1-0"]) == (rollouts(store, "p"), rollouts(store, "q"))
     assert 0 == maintainer.run_once().counts.trimmed
-
-
-def test_age_limit_follows_the_acceptance_by_age(client: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    store = open_history(client, window=8)
-    for version in range(10):
-        store.metadata.publish("run", version)
-    store.statistics.add_acceptance({age: (100_000.0, 60_000.0 if age < 4 else 1_000.0) for age in range(8)})
-    maintainer = HistoryMaintainer(client, KEYS, token="a")
-    assert 4 == maintainer.plan().age_limit
-    maintainer.run_once()
-    info = store.metadata.info()
-    assert info is not None
-    assert (8, 4) == (info.window, info.age_limit)
-    assert "now keeps rollouts of the last 4 generations instead of any age" in caplog.text
-    assert {} == store.statistics.acceptance_by_age(), "the next counts are measured with the new limit"
-
-
-def test_acceptance_counts_decay_once_per_generation(client: Redis) -> None:
-    store = open_history(client)
-    store.metadata.publish("run", 0)
-    store.statistics.add_acceptance({0: (100.0, 50.0)})
-    for _ in range(2):
-        HistoryMaintainer(client, KEYS, token="a").run_once()
-    first = store.statistics.acceptance_by_age()[0][0]
-    for version in range(1, 1 + WINDOW):
-        store.metadata.publish("run", version)
-    for _ in range(2):
-        HistoryMaintainer(client, KEYS, token="a").run_once()
-    assert first / 2 == pytest.approx(store.statistics.acceptance_by_age()[0][0], rel=1e-4)
 
 
 @pytest.mark.parametrize("client_time", [0.0, 4e9], ids=["clock in 1970", "clock in 2096"])
@@ -442,16 +406,6 @@ def test_problem_with_a_key_of_the_wrong_type_is_skipped(client: Redis, caplog: 
     store.metadata.open("tokenizer", "model", max_bytes=1)
     assert 3 == maintainer.run_once().counts.evicted
     assert not client.exists(KEYS.blocks("wrong-blocks"))
-
-
-def test_byte_cap_is_enforced_if_the_acceptance_counts_cannot_be_read(client: Redis) -> None:
-    store = open_history(client, max_bytes=1)
-    fill(store, ["p"])
-    client.hset(KEYS.acceptance_by_age, "nonsense", "?")
-    done = HistoryMaintainer(client, KEYS, token="a").run_once()
-    assert 1 == done.counts.evicted
-    assert done.plan is not None
-    assert done.plan.age_limit is None
 
 
 def test_thread_maintains_the_history_of_a_job(server: Any, caplog: pytest.LogCaptureFixture) -> None:

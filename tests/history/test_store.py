@@ -122,23 +122,6 @@ def test_fields_that_are_not_generations_do_not_count_in_the_window(
     assert [3, 4, 5] == sorted(store.catalog.generations(["p"])["p"] or ())
 
 
-def test_rollouts_before_the_cutoff_are_deleted_except_for_two_generations(store: HistoryStore) -> None:
-    store.metadata.set_age_limit(10)
-    for generation in (1, 2, 3):
-        store.append("p", record(str(generation), generation), newest=generation)
-    store.append("q", record("q", 3), newest=3)
-    assert ["1", "2", "3"] == ids(store)
-    store.append("p", record("50", 50), newest=50)
-    assert ["3", "50"] == ids(store)
-    store.append("p", record("52", 52), newest=52)
-    store.append("p", record("53", 53), newest=53)
-    assert ["50", "52", "53"] == ids(store)
-    assert ["q"] == ids(store, "q")
-    store.metadata.set_age_limit(None)
-    store.append("p", record("900", 900), newest=900)
-    assert ["52", "53", "900"] == ids(store)
-
-
 def test_corrupt_entry_is_skipped_and_reported(store: HistoryStore, client: redis.Redis) -> None:
     store.append("p", record("a"), newest=1)
     client.xadd(KEYS.log("p"), {"d": b"\xff garbage", "g": "nonsense", "i": "x"})

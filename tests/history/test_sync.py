@@ -96,19 +96,17 @@ def num_reward_reads(url: str) -> int:
     return sum(counters.get("cmdstat_hgetall", {"calls": 0})["calls"] for counters in stats)
 
 
-def wait_for_report(store: HistoryStore, sink: RecordingSink) -> None:
-    """Wait until the results of a report that begins after this call are in the history."""
-    for _ in range(2):  # the drafter state follows acceptance in the first report, and precedes it in the second
-        drafted, accepted = sink.ages.get(0, (0.0, 0.0))
-        sink.ages = {0: (drafted + 1.0, accepted + 1.0)}
-        wait_for(lambda: store.statistics.acceptance_by_age() == sink.ages, 10)
+def wait_for_report(sink: RecordingSink) -> None:
+    """Wait until a report that begins after this call has ended."""
+    before = sink.num_reports
+    wait_for(lambda: sink.num_reports >= before + 2, 10)  # the second one begins after the end of the first
 
 
 def test_rollouts_that_leave_the_window_are_dropped(store: HistoryStore, index: SuffixIndex, sync: HistorySync) -> None:
     for generation in (1, 20):
         append(store, "p", str(generation), generation)
     append(store, "q", "other", 1)
-    sync.announce(["p", "q"], 50)
+    sync.announce(["p", "q"])
     assert sync.wait_ready(10)
     assert index.rollouts("p") == names("1", "20")
     append(store, "p", "50", 50)
@@ -126,7 +124,7 @@ def test_rollouts_of_all_reads_have_their_rewards(sink: RecordingSink, history_u
         wide.append_all(some, newest=generation)
         wide.set_rewards("p", dict.fromkeys(names, 0.5))
     with running(history_url, sink) as sync:
-        sync.announce(["p"], 4)
+        sync.announce(["p"])
         assert sync.wait_ready(10)
         rewards = [rollout[4] for rollout in sink.problems["p"].values()]
     assert [0.5] * 600 == rewards
@@ -150,7 +148,7 @@ def test_rollouts_with_token_ids_outside_the_vocabulary_are_skipped(
         store.append("p", HistoryRecord(rollout_id, "run", 1, 1, ids, "stop", before), newest=1)
     syncing.start()
     try:
-        syncing.announce(["p"], 1)
+        syncing.announce(["p"])
         assert syncing.wait_ready(10)
     finally:
         syncing.stop()
@@ -168,7 +166,7 @@ def test_use_of_a_problem_is_recorded_even_if_a_read_fails(
     client = connect_history(history_url)
     before = {problem: client.zscore(KEYS.last_used(KEYS.shard_of(problem)), problem) for problem in ("p", "q")}
     with running(history_url, sink) as sync:
-        sync.announce(["p", "q"], 1)
+        sync.announce(["p", "q"])
         assert sync.wait_ready(10)
         for problem, then in before.items():
             wait_for(lambda p=problem, t=then: client.zscore(KEYS.last_used(KEYS.shard_of(p)), p) > t, 10)
@@ -180,7 +178,7 @@ def test_failed_read_is_continued(store: HistoryStore, sink: RecordingSink, hist
         append(store, "p", str(number), 1)
     store.set_rewards("p", {"599": 0.5})
     with running(history_url, sink) as sync:
-        sync.announce(["p"], 1)
+        sync.announce(["p"])
         assert sync.wait_ready(10)
         assert 1 == sync.counters.failures
         assert 600 == len(sink.problems["p"])
@@ -191,12 +189,12 @@ def test_problem_without_rollouts_can_be_announced_again(
     store: HistoryStore, index: SuffixIndex, sync: HistorySync
 ) -> None:
     append(store, "p", "a", 1)
-    sync.announce(["p", "empty"], 1)
+    sync.announce(["p", "empty"])
     assert sync.wait_ready(10)
-    sync.announce([], 1)
+    sync.announce([])
     assert sync.wait_ready(10)
     assert 1 == sync.num_known_problems, "the problem without rollouts is forgotten"
-    sync.announce(["empty"], 1)
+    sync.announce(["empty"])
     append(store, "empty", "b", 1)
     wait_for(lambda: names("b") == index.rollouts("empty"), 10)
     assert names("a") == index.rollouts("p")
@@ -210,7 +208,7 @@ def test_rollouts_outside_the_window_are_not_loaded(index: SuffixIndex, sync: Hi
         append(wide, "p", str(generation), generation)
         if generation == 3:
             MaintenanceOperations(wide).compact("p")
-    sync.announce(["p"], 5)
+    sync.announce(["p"])
     assert sync.wait_ready(10)
     assert index.rollouts("p") == names("4", "5")
     assert 2 == sync.counters.rollouts
@@ -222,7 +220,7 @@ def test_corrupt_record_is_skipped_and_counted(
     append(store, "p", "a", 1)
     connect_history(history_url).xadd(KEYS.log("p"), {"i": "bad", "g": 1, "d": b"\x93\x01"})
     append(store, "p", "b", 1)
-    sync.announce(["p"], 1)
+    sync.announce(["p"])
     assert sync.wait_ready(10)
     assert index.rollouts("p") == names("a", "b")
     assert (sync.counters.rollouts, sync.counters.corrupt) == (2, 1)
@@ -232,7 +230,7 @@ def test_corrupt_record_is_skipped_and_counted(
 def test_synchronization_continues_after_an_outage(index: SuffixIndex, tmp_path: Path) -> None:
     with Server(tmp_path) as server, running(server.url, index) as sync:
         append(HistoryStore(connect(server.url), KEYS, window=2), "p", "a", 1)
-        sync.announce(["p"], 1)
+        sync.announce(["p"])
         assert sync.wait_ready(10)
         server.pause()
         wait_for(lambda: sync.counters.failures > 0, 20)
@@ -247,7 +245,7 @@ def test_rollouts_are_loaded_with_context_and_reward(
     for number in range(600):  # more than one batch
         append(store, "p", str(number), 1, context=number % 3)
     store.set_rewards("p", {"1": 0.5, "599": 1.0})
-    sync_to_sink.announce(["p"], 1)
+    sync_to_sink.announce(["p"])
     assert sync_to_sink.wait_ready(10)
     kept = sink.problems["p"]
     assert {name("1"): 0.5, name("599"): 1.0} == {key: row[4] for key, row in kept.items() if row[4] is not None}
@@ -261,23 +259,23 @@ def test_rewards_are_read_again_when_the_problem_is_requested_again(
     for rollout in ("a", "b"):
         append(store, "p", rollout, 1)
     store.set_rewards("p", {"a": 0.5})
-    sync_to_sink.announce(["p"], 1)
+    sync_to_sink.announce(["p"])
     assert sync_to_sink.wait_ready(10)
     store.set_rewards("p", {"b": 0.25})
     reads = num_reward_reads(history_url)
     append(store, "p", "c", 1)
     wait_for(lambda: name("c") in sink.problems["p"], 10)  # rollouts are polled
-    sync_to_sink.announce(["p"], 1, wanted=[])
+    sync_to_sink.announce(["p"], wanted=[])
     assert sync_to_sink.wait_ready(10)
     assert reads == num_reward_reads(history_url)
     for _ in range(2):
-        sync_to_sink.announce(["p"], 1)
+        sync_to_sink.announce(["p"])
         assert sync_to_sink.wait_ready(10)
     assert reads + 2 == num_reward_reads(history_url)
     store.set_rewards("p", {"a": 0.75, "c": -1.0})
     append(store, "p", "d", 1)
     store.set_rewards("p", {"d": 2.0})
-    sync_to_sink.announce(["p"], 1, wanted=["p"])
+    sync_to_sink.announce(["p"], wanted=["p"])
     assert sync_to_sink.wait_ready(10)
     expected = {"a": 0.75, "b": 0.25, "c": -1.0, "d": 2.0}
     found = {key: row[4] for key, row in sink.problems["p"].items()}
@@ -290,16 +288,16 @@ def test_problem_is_read_once_it_is_requested_and_continues_from_there(
 ) -> None:
     for problem in ("p", "q"):
         append(store, problem, "a", 1)
-    sync_to_sink.announce(["p", "q"], 1, wanted=["p", "never announced"])
+    sync_to_sink.announce(["p", "q"], wanted=["p", "never announced"])
     assert sync_to_sink.wait_ready(10)
     assert ["p"] == list(sink.problems)
-    sync_to_sink.announce(["q"], 1)
+    sync_to_sink.announce(["q"])
     assert sync_to_sink.wait_ready(10)
     append(store, "p", "b", 1)
     append(store, "q", "b", 1)
     wait_for(lambda: names("a", "b") == list(sink.problems["q"]), 10)
     assert names("a") == list(sink.problems["p"])
-    sync_to_sink.announce(["p", "q"], 1, wanted=[])
+    sync_to_sink.announce(["p", "q"], wanted=[])
     assert sync_to_sink.wait_ready(10)
     assert names("a", "b") == list(sink.problems["p"])
     assert 4 == sync_to_sink.counters.rollouts  # each rollout was read once
@@ -322,7 +320,7 @@ def test_evicted_problem_is_read_again_when_it_is_requested(
             append(store, problem, rollout, 1)
         store.set_rewards(problem, {"a": 0.5})
     for problem in ("p", "q", "r"):
-        sync.announce(["p", "q", "r"], 1, wanted=[problem])
+        sync.announce(["p", "q", "r"], wanted=[problem])
         assert sync.wait_ready(10)
     assert ["q", "r"] == list(sink.problems)
     assert 1 == sync.counters.evictions
@@ -330,13 +328,13 @@ def test_evicted_problem_is_read_again_when_it_is_requested(
     append(store, "p", "c", 1)
     append(store, "q", "c", 1)
     wait_for(lambda: name("c") in sink.problems["q"], 10)
-    sync.announce(["p", "q", "r"], 2, wanted=["q"])
+    sync.announce(["p", "q", "r"], wanted=["q"])
     assert sync.wait_ready(10)
-    sync.announce(["p", "q", "r"], 2, wanted=[])
+    sync.announce(["p", "q", "r"], wanted=[])
     assert sync.wait_ready(10)
     assert {"q", "r"} == sink.problems.keys()
     assert (7, 1) == (sync.counters.rollouts, sync.counters.evictions)
-    sync.announce(["p", "q", "r"], 2, wanted=["p"])
+    sync.announce(["p", "q", "r"], wanted=["p"])
     assert sync.wait_ready(10)
     rewards = dict(zip(names("a", "b", "c"), [0.5, None, None], strict=True))
     assert rewards == {key: row[4] for key, row in sink.problems["p"].items()}
@@ -351,7 +349,7 @@ def test_problems_that_do_not_fit_together_are_not_read_again_and_again(
     for problem in problems:
         for number in range(520):  # more than one batch
             append(store, problem, str(number), 1)
-    sync.announce(problems, 1)
+    sync.announce(problems)
     assert sync.wait_ready(30)
     # Several polls take place, because rollouts of a problem in the sink arrive with polls. They read nothing else.
     resident, read = list(sink.problems)[-1], sync.counters.rollouts
@@ -361,7 +359,7 @@ def test_problems_that_do_not_fit_together_are_not_read_again_and_again(
         assert read + number == sync.counters.rollouts
     for _ in range(2):
         for problem in problems:
-            sync.announce(problems, 1, wanted=[problem])
+            sync.announce(problems, wanted=[problem])
             assert sync.wait_ready(30)
             assert 520 + 3 * (problem == resident) == len(sink.problems[problem])
 
@@ -377,7 +375,7 @@ def test_problems_in_the_index_are_complete_in_any_order_of_appends_and_requests
             append(store, problem, str(number), 1)
             stored[problem].append(str(number))
         announced = rng.sample(list(stored), 4)
-        sync.announce(announced, 1, wanted=announced[:1])
+        sync.announce(announced, wanted=announced[:1])
         assert sync.wait_ready(10)
         assert not stored[announced[0]] or announced[0] in sink.problems
         for problem in sink.problems.keys() & set(announced):
@@ -391,51 +389,33 @@ def test_requested_problem_is_not_evicted_by_an_update_of_another(
     sync, sink = small_sink
     for problem in ("p", "q"):
         append(store, problem, "a", 1)
-        sync.announce(["p", "q"], 1, wanted=[problem])
+        sync.announce(["p", "q"], wanted=[problem])
         assert sync.wait_ready(10)
-    sync.announce(["p", "q", "r"], 1, wanted=["p"])  # there is nothing new
+    sync.announce(["p", "q", "r"], wanted=["p"])  # there is nothing new
     assert sync.wait_ready(10)
     append(store, "r", "a", 1)
-    sync.announce(["p", "q", "r"], 1, wanted=["r"])
+    sync.announce(["p", "q", "r"], wanted=["r"])
     assert sync.wait_ready(10)
     assert ["p", "r"] == list(sink.problems)
-
-
-def test_acceptance_is_reported_and_the_age_limit_applied(sink: RecordingSink, history_url: str) -> None:
-    store = HistoryStore(connect_history(history_url), KEYS, window=4)
-    for generation in (1, 2, 3, 4):
-        append(store, "p", str(generation), generation)
-    with running(history_url, sink, window=4) as sync:
-        sync.announce(["p"], 5)
-        assert sync.wait_ready(10)
-        assert names("1", "2", "3", "4") == list(sink.problems["p"])
-        sink.ages = {0: (10.0, 5.0), 1: (4.0, 0.0)}
-        wait_for(lambda: store.statistics.acceptance_by_age() == {0: (10.0, 5.0), 1: (4.0, 0.0)}, 10)
-        sink.ages = {0: (12.0, 6.0), 1: (4.0, 0.0)}
-        wait_for(lambda: store.statistics.acceptance_by_age() == {0: (12.0, 6.0), 1: (4.0, 0.0)}, 10)
-        store.metadata.set_age_limit(4)
-        wait_for(lambda: names("2", "3", "4") == list(sink.problems["p"]), 10)
-        sync.announce(["p"], 60)
-        wait_for(lambda: names("3", "4") == list(sink.problems["p"]), 10)
 
 
 def test_drafter_state_is_saved_and_loaded_by_the_next_engine(sink: RecordingSink, history_url: str) -> None:
     store = HistoryStore(connect_history(history_url), KEYS, window=2)
     with running(history_url, sink) as sync:
-        sync.announce([], 1)
+        sync.announce([])
         assert sync.wait_ready(10)
-        wait_for_report(store, sink)
+        wait_for_report(sink)
         assert store.drafter_state() is None, "nothing was learned yet"
         sink.state, sink.verified_tokens = b"state 1", 1000
         wait_for(lambda: store.drafter_state() == b"state 1", 10)
         sink.state, sink.verified_tokens = b"state 2", 1010
-        wait_for_report(store, sink)
+        wait_for_report(sink)
         assert store.drafter_state() == b"state 1", "10 more tokens are too few"
         sink.verified_tokens = 2000
         wait_for(lambda: store.drafter_state() == b"state 2", 10)
     other = RecordingSink()
     with running(history_url, other) as sync:
-        sync.announce([], 1)
+        sync.announce([])
         assert sync.wait_ready(10)
         assert other.state == b"state 2"
 
@@ -456,7 +436,7 @@ def test_drafter_state_is_loaded_after_a_transient_failure(
 
     monkeypatch.setattr(HistoryStore, "drafter_state", fail_once)
     syncing = HistorySync(store, sink)
-    syncing.announce(["p"], 1)
+    syncing.announce(["p"])
     syncing.start()
     try:
         assert syncing.wait_ready(10)
@@ -484,7 +464,7 @@ def test_unreadable_drafter_state_is_reported_and_replaced(
         whole: Any = client.get(KEYS.drafter_state)
         client.set(KEYS.drafter_state, whole[:-1])
     with running(history_url, sink) as sync:
-        sync.announce(["p"], 1)
+        sync.announce(["p"])
         assert sync.wait_ready(10)
         assert names("a") == list(sink.problems["p"])
         assert sink.state == b"initial"
@@ -507,7 +487,7 @@ def test_changes_are_found_after_the_clock_of_the_server_was_set_back(
     last = int(client.xinfo_stream(KEYS.log("p"))["last-generated-id"].split(b"-")[0])
     client.xadd(KEYS.log("p"), {"g": 1, "d": b"?"}, id=f"{last + ahead * 1000}-0")
     client.xdel(KEYS.log("p"), f"{last + ahead * 1000}-0")
-    sync.announce(["p"], 1)
+    sync.announce(["p"])
     assert sync.wait_ready(10)
     for number, rollout in enumerate("bcd", 2):
         append(store, "p", rollout, 1)

@@ -157,7 +157,7 @@ class SyncingEngine(FakeEngine):
     async def announce(
         self, problems: Sequence[str], generation: int, *, wanted: Sequence[str], timeout_s: float = 0.0
     ) -> bool:
-        self._sync.announce(problems, generation, wanted)
+        self._sync.announce(problems, wanted)
         await asyncio.to_thread(self._sync.wait_ready, timeout_s)
         return await super().announce(problems, generation, wanted=wanted)
 

@@ -99,7 +99,7 @@ class Job:
         sync = HistorySync(self.setup.history_store(), index)
         sync.start()
         try:
-            sync.announce(["p"], self.store.metadata.generation())
+            sync.announce(["p"])
             assert sync.wait_ready(10)
             yield index
         finally:

@@ -16,7 +16,6 @@ from rollout_tools.report.engines import disabled_spans, engine_histories, engin
 from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
 from rollout_tools.report.rollout_plots import (
     Acceptance,
-    by_age,
     by_position,
     by_source,
     calibration,
@@ -253,12 +252,11 @@ def test_staleness_is_counted_from_the_version_that_was_published_when_a_rollout
     assert Counter({0: 1, 2: 1, 3: 1}) == staleness_of(step, PublishedVersions(measurements))
 
 
-def test_draft_tokens_are_added_by_source_position_and_age() -> None:
+def test_draft_tokens_are_added_by_source_and_position() -> None:
     [step] = steps_of(recording([ended(), ended(sample=1)]))
     assert {"history": Acceptance(12, 8), "self": Acceptance(4, 2)} == by_source(step)
     counts = [DraftCounts("a", "16+", 5, 1), DraftCounts("a", "2", 10, 5), DraftCounts("b", "2", 2, 2)]
     assert [("2", Acceptance(12, 7)), ("16+", Acceptance(5, 1))] == list(by_position(counts).items())
-    assert [(1, 0.5), (2, 0.0)] == [(age, one.rate) for age, one in by_age({2: (0, 0), 1: (4, 2)}).items()]
 
 
 # Engines

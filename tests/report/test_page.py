@@ -22,7 +22,6 @@ PLOTS = [
     "accepted-by-step",
     "accepted-by-source",
     "acceptance-by-position",
-    "acceptance-by-age",
     "lengths-by-step",
     "calibration",
     "lengths-of-problem",

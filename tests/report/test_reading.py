@@ -64,7 +64,6 @@ def job(redis_url: str) -> str:
         record = HistoryRecord(rollout_id, UID, 5, generation, tokens, "stop", step=1, draft_sources=sources)
         history.append("sums/1", record)
     history.set_rewards("sums/1", {str(asked.rollout_id(1)): 0.5})
-    history.statistics.add_acceptance({1: (4, 3)})
 
     async def publish() -> None:
         store = JobStore.connect(redis_url, MessageKeys(UID))
@@ -109,7 +108,6 @@ def test_everything_about_a_job_is_read(job: str) -> None:
     assert {("dataset:1:0", 0): None, ("dataset:1:0", 1): 0.5, ("compare:1:0", 0): None} == rewards
     assert {"self": 4} == found.ended[0].draft_tokens_by_source
     assert {"sums/1": [PastLength(1, 5, False, None), PastLength(1, 5, False, 0.5)]} == found.lengths
-    assert {1: (4.0, 3.0)} == found.acceptance_by_age
     assert [("engine-0", "2", 9, 6), ("engine-0", "16+", 4, 0)] == found.positions
     assert 1 == len(found.measurements)
     [problem] = found.problems

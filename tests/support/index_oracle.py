@@ -84,8 +84,6 @@ class Position:
     """Votes of the history, by vote class and candidate."""
     generations: dict[str, int]
     """Generation of the newest vote for the token, by expert."""
-    ages: frozenset[int] = frozenset()
-    """Ages of the rollouts of the history that propose the token."""
 
     @property
     def source(self) -> str:
@@ -304,7 +302,6 @@ class Oracle:
         self.mixture = Mixture()
         self.newest = -(2**63)
         self.counters = {source: [0, 0, 0] for source in SOURCES}
-        self.ages: dict[int, list[float]] = {}
 
     def add(self, problem: str, rollouts: Sequence[tuple]) -> int:
         known = self.problems.setdefault(problem, {})
@@ -351,11 +348,17 @@ class Oracle:
     def _vote_class(self, request: Request, occurrence: Occurrence) -> int:
         if occurrence.source not in ("history", "cross_problem"):
             return 0
-        old = bisect_left(AGES, self.newest - occurrence.generation)
+        old = bisect_left(AGES, self._age(request, occurrence.generation))
         if occurrence.reward is None or occurrence.source == "cross_problem":
             return 3 * old
         known = [text.reward for text in self.problems[request.problem].values() if text.reward is not None]
         return 3 * old + (1 if occurrence.reward < sum(known) / len(known) else 2)
+
+    def _age(self, request: Request, generation: int) -> int:
+        if generation >= self.newest:
+            return 0
+        own = {text.generation for text in self.problems.get(request.problem, {}).values()}
+        return 1 + sum(generation < later < self.newest for later in own)
 
     def close(self, handle: int) -> None:
         del self.requests[handle]
@@ -370,10 +373,6 @@ class Oracle:
             if request.observed < request.drafted:
                 self.counters[position.source][1] += 1
                 self.counters[position.source][2] += position.token == token
-                for age in position.ages if position.source == "history" else ():
-                    counts = self.ages.setdefault(age, [0.0, 0.0])
-                    counts[0] += 1 / len(position.ages)
-                    counts[1] += (position.token == token) / len(position.ages)
             request.observed = request.observed + 1 if position.token == token else len(request.positions)
         request.response.tokens += tokens
 
@@ -490,18 +489,13 @@ class Oracle:
                 assert position.masses[other] > position.masses[position.expert] - TOLERANCE
                 position.expert = other
             finished = position.source in ("history", "cross_problem")
-            age = max(0, self.newest - position.generations[position.expert]) if finished else None
+            age = self._age(request, position.generations[position.expert]) if finished else None
             assert age == draft.ages[index]
             remaining = [
                 (occurrence, vote_class)
                 for occurrence, vote_class in remaining
                 if index < len(occurrence.tokens) and occurrence.tokens[index] == position.token
             ]
-            position.ages = frozenset(
-                min(63, max(0, self.newest - occurrence.generation))
-                for occurrence, _ in remaining
-                if occurrence.source == "history"
-            )
             if position.token in request.stop_tokens:
                 break
         assert len(draft.tokens) == len(request.positions)

@@ -31,10 +31,10 @@ class RecordingSink:
         self._evicted: list[str] = []
         self.rewards: list[tuple[str, dict[str, float]]] = []
         """Problem and rewards of each call of :meth:`set_rewards`."""
-        self.ages: dict[int, tuple[float, float]] = {}
-        """Numbers of drafted and accepted tokens by age."""
         self.verified_tokens = 0
         """Number of draft tokens that were verified."""
+        self.num_reports = 0
+        """Number of reports that have begun: each reads the number of verified tokens once."""
         self.state = b"initial"
         """The learned state."""
 
@@ -66,10 +66,8 @@ class RecordingSink:
             del kept[name]
         return len(old)
 
-    def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
-        return self.ages
-
     def verified(self) -> int:
+        self.num_reports += 1
         return self.verified_tokens
 
     def state_dict(self) -> bytes:

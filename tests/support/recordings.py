@@ -168,7 +168,6 @@ def small_job(problem_id: str = "sums/3", text: str = " 4") -> JobRecording:
         is_dataset=True,
         measurements=measurements,
         lengths=lengths,
-        acceptance_by_age={1: (100.0, 60.0), 2: (40.0, 20.0)},
         positions=[
             DraftCounts("engine-0", "16+" if position == 16 else str(position), 200 - 10 * position, 120 - 7 * position)
             for position in range(1, 17)

@@ -2,12 +2,11 @@
 -- Append one rollout to its problem, once, and delete rollouts that have left the problem's window.
 -- KEYS: log, lengths, blocks (one hash slot).
 -- ARGV: length entry (16 bytes, beginning with the rollout's key; empty: only delete), generation, record,
---   window (number of the problem's generations that are kept), always kept (number of generations that are kept
---   however old they are), cutoff generation (further generations are kept only from this one on).
+--   window (number of the problem's newest generations that are kept).
 -- Returns the result (1 appended, 0 duplicate, -1 older than the window) and the size of the keys in bytes.
 local log, lengths, blocks = KEYS[1], KEYS[2], KEYS[3]
 local entry, generation = ARGV[1], ARGV[2]
-local window, always_kept, cutoff = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local window = tonumber(ARGV[4])
 
 -- The generation that a field of the lengths stands for; nil for fields that another program wrote.
 local function generation_of(field)
@@ -50,14 +49,7 @@ local function find_oldest_kept()
     add(generation)
   end
   table.sort(generations, function(left, right) return left > right end)
-  local oldest = 0
-  for rank, number in ipairs(generations) do
-    if rank > window or (rank > always_kept and number < cutoff) then
-      break
-    end
-    oldest = number
-  end
-  return oldest
+  return generations[math.min(window, #generations)] or 0
 end
 local oldest_kept = find_oldest_kept()
 

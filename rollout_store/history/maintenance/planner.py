@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import redis
-
-from rollout_api.redis_client.retry import concerns_server
 from rollout_store.history.catalog import StoredProblem
 from rollout_store.history.metadata import HistoryInfo
 from rollout_store.history.store import HistoryStore
-from rollout_store.history.window import next_age_limit
 
 COMPACTION_DELAY_S = 30.0
 """Seconds without a change after which a problem is compacted; before that, more of its rollouts are likely to come."""
@@ -67,9 +62,6 @@ def generations_to_keep(problems: Sequence[ProblemSize], target: float) -> list[
     return kept
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class MaintenancePlan:
     """The maintenance that a history needs in its current state."""
@@ -95,8 +87,6 @@ class MaintenancePlan:
     """Problems to delete because of the byte cap, least recently used first."""
     compact: tuple[StoredProblem, ...] = ()
     """Problems with a log to compact that have not changed for some time."""
-    age_limit: int | None = None
-    """The age limit to use from now on, in generations; None for no limit."""
 
 
 class MaintenancePlanner:
@@ -122,10 +112,6 @@ class MaintenancePlanner:
         """Problem id → its last change when there was nothing left to compact."""
         self._missing_since: float | None = None
         """When the history was first seen without metadata and problems."""
-        self._decayed_at = 0
-        """The generation at which acceptance counts were decayed last."""
-        self._warned = False
-        """Whether it was logged that acceptance counts cannot be read."""
 
     def survey(self) -> MaintenancePlan:
         """Return the size of the history and whether it has expired; nothing else is planned."""
@@ -159,7 +145,6 @@ class MaintenancePlanner:
             trim_to_cap=trim_to_cap,
             evict=evicted,
             compact=self._with_log_entries(unchanged),
-            age_limit=self._next_age_limit(info),
         )
 
     # Results that a maintenance run reports back
@@ -176,14 +161,6 @@ class MaintenancePlanner:
         """Leave a problem alone until it changes, because one of its keys has the wrong type."""
         self._compacted[problem.problem_id] = problem.last_changed
         self._unreadable[problem.problem_id] = problem.last_changed
-
-    def needs_decay(self, info: HistoryInfo) -> bool:
-        """Return whether acceptance counts have to be decayed because there is a new generation."""
-        return info.generation > self._decayed_at
-
-    def note_decayed(self, info: HistoryInfo) -> None:
-        """Decay acceptance counts no more until there is a new generation."""
-        self._decayed_at = info.generation
 
     # Expiry
 
@@ -239,19 +216,6 @@ class MaintenancePlanner:
             elif min(generations) < info.oldest_kept(generations):
                 outdated.append(problem)
         return tuple(empty), tuple(outdated)
-
-    def _next_age_limit(self, info: HistoryInfo) -> int | None:
-        """Return the next age limit, or the current one if the acceptance counts cannot be read."""
-        try:
-            return next_age_limit(info.age_limit, self._store.statistics.acceptance_by_age())
-        except (ValueError, redis.ResponseError) as error:
-            if isinstance(error, redis.ResponseError) and concerns_server(error):
-                raise
-            if not self._warned:
-                history = self._store.keys.full_name
-                logger.warning("The acceptance counts by age of history %s cannot be read: %s", history, error)
-            self._warned = True
-            return info.age_limit
 
     # The byte cap
 

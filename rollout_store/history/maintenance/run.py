@@ -28,7 +28,7 @@ from rollout_store.history.records import (
     last_entry_of,
 )
 from rollout_store.history.store import HistoryStore
-from rollout_store.history.window import describe_age_limit, oldest_kept
+from rollout_store.history.window import oldest_kept
 
 ENTRIES_PER_COMPACTION = 1000
 """Maximum number of log entries that one compaction packs into a block."""
@@ -55,7 +55,7 @@ class MaintenanceOperations:
         Returns:
             Whether the problem was compacted; False if its log has changed in the meantime.
         """
-        rule = self._store.metadata.retention_rule()
+        window = self._store.metadata.stored_window()
         pipeline = self._client.pipeline(transaction=False)
         pipeline.xrange(self._keys.log(problem_id), count=ENTRIES_PER_COMPACTION)
         pipeline.hgetall(self._keys.blocks(problem_id))
@@ -86,7 +86,7 @@ class MaintenanceOperations:
             records, size = older + records, size + len(block)
         # The lengths are read, too, because newer rollouts may be in the part of the log that is not compacted yet.
         sampled = self._store.catalog.generations([problem_id])[problem_id] or []
-        oldest = oldest_kept([*sampled, *(record.generation for record in records)], rule.window, rule.cutoff)
+        oldest = oldest_kept([*sampled, *(record.generation for record in records)], window)
         kept = [record for record in records if record.generation >= oldest]
         return self._replace(problem_id, merged_blocks, compacted_entries, kept, last_entry) is not None
 
@@ -98,14 +98,14 @@ class MaintenanceOperations:
         Returns:
             The new size of the problem in bytes.
         """
-        rule = self._store.metadata.retention_rule()
+        window = self._store.metadata.stored_window()
         if max_generations is not None:
-            rule = rule._replace(window=min(rule.window, max_generations))
-        call = Call(_TRIM, list(self._keys.problem_keys(problem_id)), [b"", 0, b"", *rule])
+            window = min(window, max_generations)
+        call = Call(_TRIM, list(self._keys.problem_keys(problem_id)), [b"", 0, b"", window])
         _, size = run(self._client, call)
         self._store.catalog.update_size(problem_id, size)
         sampled = self._store.catalog.generations([problem_id])[problem_id] or ()
-        oldest = oldest_kept(sampled, rule.window, rule.cutoff)
+        oldest = oldest_kept(sampled, window)
         blocks: Any = self._client.hgetall(self._keys.blocks(problem_id))
         for name, block in blocks.items():
             try:
@@ -126,7 +126,7 @@ class MaintenanceOperations:
         for shard in range(NUM_SHARDS):
             for key in self._keys.shard_keys(shard):
                 pipeline.delete(key)
-        for key in (self._keys.acceptance_by_age, self._keys.drafter_state, self._keys.meta):
+        for key in (self._keys.drafter_state, self._keys.meta):
             pipeline.delete(key)
         pipeline.execute()
         self._client.srem(HISTORY_NAMES, self._keys.full_name)
@@ -266,14 +266,7 @@ class MaintenanceRun:
         if records_emptiness:
             self._record_emptiness()
         # Changes that free memory come first, because a full server rejects every command that needs memory.
-        for step in (
-            self._delete_empty,
-            self._trim,
-            self._trim_to_cap,
-            self._evict,
-            self._compact,
-            self._update_age_limit,
-        ):
+        for step in (self._delete_empty, self._trim, self._trim_to_cap, self._evict, self._compact):
             step()
         if self._may_continue():
             self._store.metadata.prune_versions()
@@ -339,25 +332,6 @@ class MaintenanceRun:
             if self._may_continue():  # otherwise there may be more to compact
                 self._planner.note_compacted(problem)
             self.result.counts.compacted += compacted
-
-    def _update_age_limit(self) -> None:
-        plan = self._plan
-        if plan.info is None or not self._may_continue():
-            return
-        if plan.age_limit != plan.info.age_limit:
-            self._store.metadata.set_age_limit(plan.age_limit)
-            self._store.statistics.reset_acceptance()
-            logger.info(
-                "History %s now keeps rollouts of %s instead of %s, according to the acceptance of drafts by age.",
-                plan.history,
-                describe_age_limit(plan.age_limit),
-                describe_age_limit(plan.info.age_limit),
-            )
-        elif self._planner.needs_decay(plan.info):
-            # Without decay, a change would show too late in the counts.
-            half_life = plan.age_limit or plan.info.window
-            self._store.statistics.decay_acceptance(plan.info.generation, half_life)
-            self._planner.note_decayed(plan.info)
 
     def _delete(self, problems: Sequence[StoredProblem]) -> tuple[int, int]:
         """Delete problems that are still unused; return their number and size."""

@@ -367,15 +367,6 @@ nb::tuple verification_counts(const das::SuffixIndex& index) {
   return nb::make_tuple(sources, positions);
 }
 
-nb::dict accepted_by_age(const das::SuffixIndex& index) {
-  nb::dict ages;
-  for (std::size_t age = 0; age < das::AgeCounts::kAges; ++age) {
-    const das::AgeCounts::Counts counts = index.counts_of_age(age);
-    if (counts.verified > 0.0) ages[nb::int_(age)] = nb::make_tuple(counts.verified, counts.accepted);
-  }
-  return ages;
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -462,8 +453,7 @@ NB_MODULE(_native, m) {
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)
-      .def("verification_counts", &verification_counts)
-      .def("accepted_by_age", &accepted_by_age);
+      .def("verification_counts", &verification_counts);
 
   das::bind_batch(m);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -63,6 +64,18 @@ Document document_of(const Rollout& rollout, std::uint64_t id, std::size_t depth
   return {rollout.generation, id, context.size(), {text.back().get(), length}, rollout.reward};
 }
 
+// Returns the distinct generations of rollouts in ascending order, except those with one of the sorted `removed` ids.
+std::vector<std::int64_t> generations_of(const RolloutMap& rollouts, std::span<const std::uint64_t> removed = {}) {
+  std::vector<std::int64_t> generations;
+  for (const auto& [id, record] : rollouts) {
+    if (std::binary_search(removed.begin(), removed.end(), record.document_id)) continue;
+    generations.push_back(record.generation);
+  }
+  std::sort(generations.begin(), generations.end());
+  generations.erase(std::unique(generations.begin(), generations.end()), generations.end());
+  return generations;
+}
+
 }  // namespace
 
 std::size_t HistoryWriter::add(std::string_view problem_id, std::span<const Rollout> rollouts) {
@@ -73,29 +86,28 @@ std::size_t HistoryWriter::add(std::string_view problem_id, std::span<const Roll
   const std::lock_guard lock(problem->writer);
   // New rollouts are collected aside, so that a failing build leaves the problem unchanged.
   RolloutMap added(problem->rollouts.get_allocator());
-  std::int64_t newest = kNoGeneration;
   for (const Rollout& rollout : rollouts) {
     if (problem->rollouts.contains(rollout.id)) continue;
     const std::uint64_t id = next_document_id_++;
     if (!added.emplace(rollout.id, RolloutRecord{rollout.generation, id, rollout.reward}).second) continue;
-    newest = std::max(newest, rollout.generation);
     if (!rollout.tokens.empty()) documents.push_back(document_of(rollout, id, depth_, text));
     if (pool_.is_enabled() && !rollout.tokens.empty()) pool_ids.push_back(pool_document_id(problem_id, rollout.id));
   }
   const std::size_t count = added.size();
   if (count == 0) return 0;
-  problems_.raise_newest_generation(newest);
-  std::shared_ptr<const Segments> next;
-  if (!documents.empty()) {
-    const auto history = problem->history.load();
-    SegmentList segments(history->list.begin(), history->list.end());
-    segments.push_back(Segment::build(problem->charge.counter(), documents, depth_));
-    next = sorted_by_size(problem->charge.counter(), std::move(segments));
-  }
+  const std::vector<std::int64_t> new_generations = generations_of(added);
+  problems_.raise_newest_generation(new_generations.back());
+  const auto history = problem->history.load();
+  std::vector<std::int64_t> generations;
+  std::set_union(history->generations.begin(), history->generations.end(), new_generations.begin(),
+                 new_generations.end(), std::back_inserter(generations));
+  SegmentList segments(history->list.begin(), history->list.end());
+  if (!documents.empty()) segments.push_back(Segment::build(problem->charge.counter(), documents, depth_));
+  auto next = sorted_by_size(problem->charge.counter(), std::move(segments), generations);
   for (const auto& [id, record] : added) problem->count_reward(record.reward, 1);
   problem->rollouts.merge(added);
   problem->is_empty.store(false);
-  if (next) replace_history(problem_id, *problem, std::move(next));
+  replace_history(problem_id, *problem, std::move(next));
   if (pool_.is_enabled()) {
     for (std::size_t i = 0; i < documents.size(); ++i) {
       documents[i].id = pool_ids[i];
@@ -152,7 +164,7 @@ void HistoryWriter::merge_history(Problem& problem) const {
   const auto history = problem.history.load();
   const SegmentList merged = merge(problem.charge.counter(), *history, depth_);
   if (merged.size() == history->list.size()) return;
-  problem.history.store(std::make_shared<const Segments>(problem.charge.counter(), merged));
+  problem.history.store(std::make_shared<const Segments>(problem.charge.counter(), merged, history->generations));
 }
 
 void HistoryWriter::drop(std::string_view id, Problem& problem, std::span<const RolloutMap::iterator> rollouts) {
@@ -173,7 +185,8 @@ void HistoryWriter::drop(std::string_view id, Problem& problem, std::span<const 
     }
     if (rest->tokens() > 0) segments.push_back(std::move(rest));
   }
-  auto next = sorted_by_size(problem.charge.counter(), std::move(segments));
+  auto next =
+      sorted_by_size(problem.charge.counter(), std::move(segments), generations_of(problem.rollouts, document_ids));
   for (const auto& rollout : rollouts) {
     problem.count_reward(rollout->second.reward, -1);
     problem.rollouts.erase(rollout);

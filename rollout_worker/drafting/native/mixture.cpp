@@ -114,7 +114,7 @@ std::uint8_t Mixture::vote_class(const Occurrence& occurrence, Baseline baseline
   std::size_t age_class = 0;
   for (const std::int64_t oldest : kAges) age_class += age > oldest ? 1 : 0;
   const std::size_t reward_class = std::isnan(occurrence.reward) || occurrence.source == Source::cross_problem ? 0
-                                   : occurrence.reward < baseline.mean_reward                                  ? 1
+                                   : occurrence.reward < baseline.mean_reward()                                ? 1
                                                                                                                : 2;
   return static_cast<std::uint8_t>(age_class * kRewardClasses + reward_class);
 }
@@ -225,9 +225,7 @@ void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline b
   std::uint16_t vote_classes = 0;
   for (Occurrence& occurrence : occurrences) {
     occurrence.vote_class = vote_class(occurrence, baseline);
-    if (occurrence.source != Source::history) continue;
-    vote_classes |= static_cast<std::uint16_t>(1U << occurrence.vote_class);
-    occurrence.age_bit = AgeCounts::bit(baseline.age(occurrence.generation));
+    if (occurrence.source == Source::history) vote_classes |= static_cast<std::uint16_t>(1U << occurrence.vote_class);
   }
   const bool has_several_classes = std::popcount(vote_classes) > 1;
   std::array<std::uint8_t, kMaxOccurrences> voted;
@@ -247,7 +245,6 @@ void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline b
     std::size_t kept = 0;
     for (std::size_t i = 0; i < occurrences.size(); ++i) {
       if (voted[i] != position.chosen) continue;
-      position.age_bits |= occurrences[i].age_bit;
       if (kept < i) occurrences[kept] = occurrences[i];
       ++kept;
     }

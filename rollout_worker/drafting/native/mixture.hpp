@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory_resource>
 #include <span>
 #include <vector>
@@ -16,48 +14,6 @@
 #include "text.hpp"
 
 namespace das {
-
-// Counts accepted and rejected draft tokens by age, in generations. If rollouts of several ages propose the same token,
-// the token counts as one in total, in equal parts for each of these ages.
-class AgeCounts {
- public:
-  static constexpr std::size_t kAges = 64;  // the last one covers all larger ages
-
-  struct Counts {
-    double verified;
-    double accepted;
-  };
-
-  // Returns the bit that represents an age, 0 or more, in a set of ages.
-  static std::uint64_t bit(std::int64_t age) {
-    return std::uint64_t{1} << std::min<std::int64_t>(age, static_cast<std::int64_t>(kAges) - 1);
-  }
-
-  // Counts one token for the non-empty set `ages`. Accepted and rejected tokens are kept apart, so that a concurrent
-  // reader never sees more accepted than verified tokens.
-  void observe(std::uint64_t ages, bool accepted) {
-    auto& counts = accepted ? accepted_ : rejected_;
-    const auto parts = static_cast<std::uint64_t>(std::popcount(ages));
-    // The youngest age takes the remainder of the division, so that the parts always add up to one token.
-    for (std::uint64_t rest = kToken % parts; ages != 0; ages &= ages - 1, rest = 0) {
-      counts[static_cast<std::size_t>(std::countr_zero(ages))].fetch_add(kToken / parts + rest,
-                                                                         std::memory_order_relaxed);
-    }
-  }
-
-  Counts of(std::size_t age) const {
-    const std::uint64_t accepted = accepted_[age].load(std::memory_order_relaxed);
-    const std::uint64_t rejected = rejected_[age].load(std::memory_order_relaxed);
-    return {static_cast<double>(accepted + rejected) / kToken, static_cast<double>(accepted) / kToken};
-  }
-
- private:
-  // The least common multiple of 1 to 16, so that one token divides evenly among up to 16 ages.
-  static constexpr std::uint64_t kToken = 720720;
-
-  std::array<std::atomic<std::uint64_t>, kAges> accepted_{};
-  std::array<std::atomic<std::uint64_t>, kAges> rejected_{};
-};
 
 // The serialized state of one parameter. For a probability: the number of positive observations, and of all
 // observations. For a weight: its value, and the sum of its squared gradients.
@@ -139,16 +95,27 @@ class LearnedWeight {
 };
 
 // The reference for the ages and rewards of finished rollouts.
-struct Baseline {
-  std::int64_t newest_generation = 0;
-  float mean_reward = 0.0F;  // of the problem's rollouts
+class Baseline {
+ public:
+  // `generations` are those of the problem's rollouts, in ascending order; `newest` is that of all problems' rollouts.
+  Baseline(std::int64_t newest, std::span<const std::int64_t> generations, float mean_reward)
+      : newest_(newest),
+        earlier_(generations.begin(), std::lower_bound(generations.begin(), generations.end(), newest)),
+        mean_reward_(mean_reward) {}
 
-  // Returns the age of a generation; 0 for newer ones.
+  // Returns the age of a generation. The newest generation has the age 0. All generations between two of the problem
+  // have the same age, so that ages do not depend on how many weight versions an epoch has.
   std::int64_t age(std::int64_t generation) const {
-    if (generation >= newest_generation) return 0;
-    const std::uint64_t age = static_cast<std::uint64_t>(newest_generation) - static_cast<std::uint64_t>(generation);
-    return static_cast<std::int64_t>(std::min<std::uint64_t>(age, std::numeric_limits<std::int64_t>::max()));
+    if (generation >= newest_) return 0;
+    return 1 + (earlier_.end() - std::upper_bound(earlier_.begin(), earlier_.end(), generation));
   }
+
+  float mean_reward() const { return mean_reward_; }  // of the problem's rollouts
+
+ private:
+  std::int64_t newest_;
+  std::span<const std::int64_t> earlier_;  // the problem's generations before the newest of all problems
+  float mean_reward_;
 };
 
 // One position of a draft, with all that is needed to learn from the token that is sampled there.
@@ -178,7 +145,6 @@ struct DraftPosition {
   std::int64_t generation = 0;       // the newest of the expert's votes for the token
   float probability = 0.0F;          // of the token, calibrated
   Token previous = kBoundary;        // the token before this position
-  std::uint64_t age_bits = 0;        // ages of the history that proposes the token; see AgeCounts::bit
   std::array<Token, kCandidates> candidates;
   std::array<Token, kOthers> others;     // more tokens that occurrences propose; the mixture ignores them
   std::array<float, kCandidates> mixed;  // uncalibrated probability of each candidate; 0 for kBoundary

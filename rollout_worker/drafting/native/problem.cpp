@@ -17,9 +17,10 @@ std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& count
   return Segment::build(counter, documents, depth);
 }
 
-std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments) {
+std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments,
+                                               std::span<const std::int64_t> generations) {
   std::sort(segments.begin(), segments.end(), [](const auto& a, const auto& b) { return a->tokens() < b->tokens(); });
-  return std::make_shared<const Segments>(counter, segments);
+  return std::make_shared<const Segments>(counter, segments, generations);
 }
 
 bool should_merge(const Segments& segments) {

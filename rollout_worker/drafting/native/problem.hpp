@@ -28,11 +28,15 @@ using SegmentList = std::vector<std::shared_ptr<const Segment>>;
 // Neighbors in a list are merged unless the larger one is at least this many times as large as the smaller one.
 inline constexpr std::size_t kSegmentGrowth = 4;
 
-// An immutable list of segments.
+// An immutable list of segments. That of a problem's history also has the distinct generations of the problem's
+// rollouts, in ascending order.
 struct Segments {
   explicit Segments(const std::shared_ptr<ByteCounter>& counter,
-                    std::span<const std::shared_ptr<const Segment>> all = {})
-      : charge(counter, sizeof(Segments)), list(all.begin(), all.end(), counter.get()) {}
+                    std::span<const std::shared_ptr<const Segment>> all = {},
+                    std::span<const std::int64_t> all_generations = {})
+      : charge(counter, sizeof(Segments)),
+        list(all.begin(), all.end(), counter.get()),
+        generations(all_generations.begin(), all_generations.end(), counter.get()) {}
 
   std::size_t tokens() const {
     std::size_t tokens = 0;
@@ -42,6 +46,7 @@ struct Segments {
 
   Charge charge;
   std::pmr::vector<std::shared_ptr<const Segment>> list;
+  std::pmr::vector<std::int64_t> generations;
 };
 
 // Builds one segment of all documents of `segments`, in the order of their ids.
@@ -49,7 +54,8 @@ std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& count
                                        std::span<const std::shared_ptr<const Segment>> segments, std::size_t depth);
 
 // Returns the list sorted by size, smallest segment first, as the next two functions expect it.
-std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments);
+std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments,
+                                               std::span<const std::int64_t> generations);
 
 // Returns whether merge() would change the list.
 bool should_merge(const Segments& segments);
@@ -153,7 +159,7 @@ class ProblemRegistry {
   // Returns the ids of all problems that have rollouts, sorted.
   std::vector<std::string> ids();
 
-  // The newest generation of all rollouts that were ever added; ages are counted from it.
+  // The newest generation of all rollouts that were ever added.
   std::int64_t newest_generation() const { return newest_generation_.load(std::memory_order_relaxed); }
   void raise_newest_generation(std::int64_t generation);
 

@@ -174,19 +174,23 @@ void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end
   keep_longest(found, first, Mixture::kCrossProblemOccurrences);
 }
 
+Baseline RequestDrafter::baseline_of(const Request& request, const Segments& history) const {
+  return {problems_.newest_generation(), history.generations,
+          request.problem->mean_reward.load(std::memory_order_relaxed)};
+}
+
 std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& end, std::size_t budget,
                                         double min_survival, Outcome outcome, bool is_urgent, DraftSet& set) const {
   thread_local std::vector<Occurrence> occurrences;
   // These keep the segments alive while their text is read.
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
-  const Baseline baseline{problems_.newest_generation(), request.problem->mean_reward.load(std::memory_order_relaxed)};
   find_occurrences(request, end, *history, pool.get(), is_urgent, occurrences);
   sort_by_match(occurrences);
   std::array<Anchor, Mixture::kAnchors> anchors;
   const std::size_t num_anchors = find_anchors(end.response_length, *history, occurrences, anchors);
-  mixture_.draft(occurrences, end.response.back(), baseline, request.stop_tokens, budget, min_survival,
-                 set.writable_positions());
+  mixture_.draft(occurrences, end.response.back(), baseline_of(request, *history), request.stop_tokens, budget,
+                 min_survival, set.writable_positions());
   return set.finish(outcome, std::span(anchors).first(num_anchors));
 }
 
@@ -249,13 +253,14 @@ Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_sur
   const DraftSet& set = request.sets[request.last.set];
   const auto positions = set.positions(request.last.number);
   const auto tokens = set.tokens(request.last.number);
-  const std::int64_t newest = problems_.newest_generation();
+  const std::shared_ptr<const Segments> history = request.problem->history.load();
+  const Baseline baseline = baseline_of(request, *history);
   Draft draft;
   for (std::size_t i = 0; i < positions.size() && tokens[i].survival >= min_survival; ++i) {
     const DraftPosition& position = positions[i];
     const bool is_finished = position.source() == Source::history || position.source() == Source::cross_problem;
     draft.tokens.push_back({position.token, position.source(), position.probability,
-                            is_finished ? Baseline{newest}.age(position.generation) : -1});
+                            is_finished ? baseline.age(position.generation) : -1});
   }
   request.last.length = static_cast<std::uint32_t>(draft.tokens.size());
   count_drafted(request, request.last);
@@ -351,7 +356,6 @@ void RequestDrafter::observe(const Request& request, Request::Drafted& drafted, 
       Counters& counters = counters_[static_cast<std::size_t>(position.source())];
       counters.verified.fetch_add(1, std::memory_order_relaxed);
       if (is_accepted) counters.accepted.fetch_add(1, std::memory_order_relaxed);
-      if (position.source() == Source::history) age_counts_.observe(position.age_bits, is_accepted);
     }
     if (!is_accepted) drafted.num_observed = static_cast<std::uint32_t>(positions.size());
   }

@@ -61,7 +61,7 @@ struct DraftToken {
   Token token;
   Source source;  // the one that gives the token the most probability mass
   double probability;
-  std::int64_t age;  // of the newest finished rollout of the source that proposes the token, in generations; -1: none
+  std::int64_t age;  // of the newest finished rollout of the source that proposes the token; -1: none
 };
 
 struct Draft {
@@ -130,7 +130,6 @@ class RequestDrafter {
   const Mixture& mixture() const { return mixture_; }
   SourceCounts counts(Source source) const;
   const VerificationCounts& verification_counts() const { return verification_counts_; }
-  AgeCounts::Counts counts_of_age(std::size_t age) const { return age_counts_.of(age); }
 
  private:
   // The end of a text whose occurrences are searched: that of a request, or one that it may have after the next step.
@@ -144,6 +143,7 @@ class RequestDrafter {
     return {request.response.tokens(), request.own_text.tokens(), request.counts.generated, request.anchors};
   }
 
+  Baseline baseline_of(const Request& request, const Segments& history) const;
   // Returns the end of a text that is followed by the first tokens of the request's last draft, and by `next`.
   std::span<const Token> extended(const RecentTokens& text, const Request& request, std::size_t accepted, Token next,
                                   std::vector<Token>& buffer) const;
@@ -174,7 +174,6 @@ class RequestDrafter {
     std::atomic<std::uint64_t> accepted{0};
   };
   std::array<Counters, kSources> counters_;
-  AgeCounts age_counts_;
   VerificationCounts verification_counts_;
 };
 

@@ -84,7 +84,6 @@ class SuffixIndex {
 
   SourceCounts counts(Source source) const { return drafter_.counts(source); }
   const VerificationCounts& verification_counts() const { return drafter_.verification_counts(); }
-  AgeCounts::Counts counts_of_age(std::size_t age) const { return drafter_.counts_of_age(age); }
 
  private:
   const std::size_t depth_;

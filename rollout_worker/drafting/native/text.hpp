@@ -85,8 +85,7 @@ struct Occurrence {
   std::uint8_t match;       // number of equal tokens before the occurrence, at most the depth of the index
   Source source;
   bool anchored = false;        // whether the request has recently followed this rollout of the history
-  std::uint8_t vote_class = 0;  // set by Mixture::draft, like the next
-  std::uint64_t age_bit = 0;    // see AgeCounts::bit; 0 unless the source is the history
+  std::uint8_t vote_class = 0;  // set by Mixture::draft
 
   // The expert of the mixture that this occurrence belongs to: its source, or the anchored rollouts.
   std::size_t expert() const { return anchored ? kSources : static_cast<std::size_t>(source); }

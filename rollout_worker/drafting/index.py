@@ -21,7 +21,9 @@ length is the number of equal tokens, at most `depth`. A draft uses:
 
 - the 32 occurrences in the history with the longest matches;
 - up to 24 occurrences in each of the request's response, its prompt and the responses of its siblings, where responses
-  are searched only along chains of recent positions that share their last 2, 4 or 8 tokens;
+  are searched only along chains of recent positions that share their last 2, 4 or 8 tokens. Of equally long matches,
+  those that are followed by more tokens are used, since siblings that generate the same text at almost the same time
+  provide only the next few tokens;
 - 16 occurrences in the cross-problem pool, unless another match has at least 16 tokens, or at least 16 others have two
   tokens or more. Searching the pool takes as long as everything else.
 
@@ -38,7 +40,8 @@ problem, at least the mean); the weights are learned by gradient ascent on the l
 logistic regression then calibrates the result by the token, the pair of the previous token and the token, the longest
 match and the index.
 
-**Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. A draft ends
+**Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. At the end
+of a response that is being generated, or of a prompt, the occurrence has no vote any more. A draft ends
 when its budget is used, after a stop token, where no occurrence has a next token, or before the first token whose
 *survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
 token, so that underestimated probabilities recover.

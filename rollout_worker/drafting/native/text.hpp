@@ -88,6 +88,11 @@ struct Occurrence {
   std::uint8_t vote_class = 0;  // set by Mixture::draft, like the next
   std::uint64_t age_bit = 0;    // see AgeCounts::bit; 0 unless the source is the history
 
+  // Whether the text ends before the token at `offset`, but goes on: it is that of a running rollout, or its prompt.
+  bool is_unknown(std::size_t offset) const {
+    return (source == Source::self || source == Source::siblings) && text.at(offset) == kBoundary;
+  }
+
   // The expert of the mixture that this occurrence belongs to: its source, or the anchored rollouts.
   std::size_t expert() const { return anchored ? kSources : static_cast<std::size_t>(source); }
 };

@@ -230,7 +230,8 @@ class SuffixIndex(_native.SuffixIndex):
                 ``"cross_problem"`` finds nothing.
             draft_ahead: whether a thread of its own computes drafts between two calls of `Batch.step`, for the outcomes
                 that the verification of the last drafts may have. The step then looks most drafts up and takes much
-                less time, but what it returns depends on how much time that thread had.
+                less time, but what it returns depends on how much time that thread had. Besides, the background thread
+                indexes prompts of more than 256 tokens, which are searched when that is done.
 
         Raises:
             ValueError: for arguments out of range.

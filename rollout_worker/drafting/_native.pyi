@@ -62,7 +62,7 @@ class SuffixIndex:
         """Return the problems whose history was evicted since the last call, in this order."""
 
     def wait_idle(self) -> None:
-        """Wait until nothing is left to merge or evict, and all likely drafts are prepared."""
+        """Wait until nothing is left to index, merge or evict, and all likely drafts are prepared."""
 
     def problems(self) -> list[str]:
         """Return the problems that have rollouts, sorted."""

@@ -21,7 +21,9 @@ length is the number of equal tokens, at most `depth`. A draft uses:
 
 - the 32 occurrences in the history with the longest matches;
 - up to 24 occurrences in each of the request's response, its prompt and the responses of its siblings, where responses
-  are searched only along chains of recent positions that share their last 2, 4 or 8 tokens;
+  are searched only along chains of recent positions that share their last 2, 4 or 8 tokens. Of equally long matches,
+  those that are followed by more tokens are used, since siblings that generate the same text at almost the same time
+  provide only the next few tokens;
 - 16 occurrences in the cross-problem pool, unless another match has at least 16 tokens, or at least 16 others have two
   tokens or more. Searching the pool takes as long as everything else.
 
@@ -41,7 +43,8 @@ then calibrates the result by the token, the pair of the previous token and the 
 after it, and before the newest, in which the request's problem was sampled. The rollouts of the previous epoch
 therefore have the age 1, whether an epoch has one weight version or a thousand.
 
-**Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. A draft ends
+**Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. At the end
+of a response that is being generated, or of a prompt, the occurrence has no vote any more. A draft ends
 when its budget is used, after a stop token, where no occurrence has a next token, or before the first token whose
 *survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
 token, so that underestimated probabilities recover.
@@ -230,7 +233,8 @@ class SuffixIndex(_native.SuffixIndex):
                 ``"cross_problem"`` finds nothing.
             draft_ahead: whether a thread of its own computes drafts between two calls of `Batch.step`, for the outcomes
                 that the verification of the last drafts may have. The step then looks most drafts up and takes much
-                less time, but what it returns depends on how much time that thread had.
+                less time, but what it returns depends on how much time that thread had. Besides, the background thread
+                indexes prompts of more than 256 tokens, which are searched when that is done.
 
         Raises:
             ValueError: for arguments out of range.

@@ -139,7 +139,7 @@ class ResponseGenerator:
         )
         started = time.monotonic()
         await self._admitting.wait()
-        stop_strings = self._stop_strings(request)
+        stop_strings = self._stop_strings(request, prefix.token_ids if prefix is not None else [])
         response = ResponseBuilder(
             prefix,
             logprobs=sampling.returns_logprobs,
@@ -156,8 +156,7 @@ class ResponseGenerator:
         interval = self._streaming_interval(partial_interval)
         # vLLM does not know the stop strings of a continued response. It returns its tokens after each step, so that it
         # can be aborted after the one that completes a stop string.
-        unknown_stop = stop_strings is not None and response.prefix_tokens > 0
-        each_step = unknown_stop or on_tokens is not None
+        each_step = stop_strings is not None or on_tokens is not None
         params = self._sampling_params(
             request, sample, call_id, response.prefix_tokens, interval=1 if each_step else interval
         )
@@ -211,12 +210,13 @@ class ResponseGenerator:
             output.outputs[0].routed_experts, len(request.prompt_token_ids) + len(response.token_ids)
         )
 
-    def _stop_strings(self, request: RolloutRequest) -> StopStrings | None:
+    def _stop_strings(self, request: RolloutRequest, prefix: list[int]) -> StopStrings | None:
+        """Return the stop strings that vLLM does not look for."""
         sampling = request.sampling
-        if not sampling.stop:
+        if not sampling.stop or not prefix:
             return None
-        decode = token_decoder(self._client.llm.get_tokenizer(), request.prompt_token_ids)
-        return StopStrings(sampling.stop, sampling.min_tokens, decode)
+        decoder = partial(token_decoder, self._client.llm.get_tokenizer(), request.prompt_token_ids)
+        return StopStrings(sampling.stop, sampling.min_tokens, prefix, decoder)
 
     def _end_of_prefix(self, response: ResponseBuilder, sampling: Sampling) -> FinishReason | None:
         """Return why a response has already ended with its prefix; None if it has not."""

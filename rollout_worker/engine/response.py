@@ -221,7 +221,7 @@ class ResponseBuilder:
                 it has tokens.
             kept_tokens: returns the kept tokens among vLLM's ``Logprob`` of one position; None if they were not
                 requested. If they were, those of the prefix are known.
-            stop_strings: the response's stop strings, before its first token; None if it has none.
+            stop_strings: the response's stop strings, after the prefix; None if vLLM finds them, or if there are none.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
         self.logprobs: list[float] | None = None
@@ -242,12 +242,9 @@ class ResponseBuilder:
             self.prompt_logprobs = PromptLogprobs.of_prefix(prefix)
         self.prefix_tokens = len(self.token_ids)
         """Number of tokens of the prefix."""
-        self.stopped = False
-        """Whether the last token completes a stop string, so that the response has ended."""
+        self.stopped = stop_strings is not None and stop_strings.completed_by_prefix
+        """Whether the last token completes one of the *stop_strings*, so that the response has ended."""
         self._stop_strings = stop_strings
-        if stop_strings is not None:
-            for token in self.token_ids:
-                self.stopped = stop_strings.completed_by(token)
         self._prefix_spans = prefix.weight_spans if prefix is not None else []
 
     def append(self, completion: Any) -> None:

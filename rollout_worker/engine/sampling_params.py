@@ -6,9 +6,8 @@ tokens are found among the most likely ones that it returns. vLLM's own option f
 the V2 model runner, and a ``top_k`` and a temperature in every request of the engine.
 
 **Stop strings.** A response that is continued from a prefix is a new request for vLLM, which does not look into the
-prefix. Besides, vLLM looks for stop strings after each step, and a step with accepted drafts returns several tokens, of
-which some may be behind the stop string. The end of a response must not depend on either. Tokens are therefore read one
-at a time here.
+prefix. The end of a response must not depend on that, so the stop strings of continued responses are found here. In
+others, vLLM finds them, and discards what a step has sampled behind them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from rollout_api.manifest.spec import MAX_KEPT_TOP_K, Sampling
 from rollout_worker.engine.draft_settings import DraftSettings
 
 _MIN_TIED = 16
+_DECODING_CONTEXT = 64
+"""Number of tokens before a token with which vLLM's detokenizer decodes it."""
 
 
 def vllm_sampling_params(
@@ -160,53 +161,71 @@ def kept_tokens(logprobs: Mapping[int, Any], width: int, vocabulary: int) -> lis
     return kept if len(kept) < width or width == vocabulary else []
 
 
+Decode = Callable[[int], str]
+"""Returns the text that a token adds to a response. It is called for each token in order."""
+
+
 class StopStrings:
     """Reads the tokens of one response and finds the first one that completes a stop string."""
 
-    def __init__(self, stop: Sequence[str], min_tokens: int, decode: Callable[[int], str]) -> None:
-        """Start before the first token.
+    def __init__(
+        self, stop: Sequence[str], min_tokens: int, prefix: Sequence[int], decoder: Callable[[Sequence[int]], Decode]
+    ) -> None:
+        """Start after the *prefix*, of which only the end is decoded that a stop string may begin in.
 
         Args:
             stop: the stop strings, none of them empty.
             min_tokens: number of first tokens that cannot end the response. A stop string that one of them completes
                 does not count later either.
-            decode: returns the text that a token adds to the response. It is called for each token in order.
+            prefix: the first tokens of the response.
+            decoder: returns a function that decodes the tokens after the given ones, which begin the response.
         """
-        self._stop, self._min_tokens, self._decode = tuple(stop), min_tokens, decode
+        self._stop, self._min_tokens = tuple(stop), min_tokens
         self._tail_length = max(map(len, self._stop)) - 1
-        self._tail = ""
-        self._num_tokens = 0
+        self.completed_by_prefix = False
+        """Whether the last token of the prefix completes a stop string."""
+        num_decoded = _DECODING_CONTEXT
+        while not self._read_end(prefix, max(0, len(prefix) - num_decoded), decoder):
+            num_decoded *= 2
+
+    def _read_end(self, prefix: Sequence[int], first: int, decoder: Callable[[Sequence[int]], Decode]) -> bool:
+        """Read the prefix from index *first* on. Return whether its text is long enough."""
+        self._decode = decoder(prefix[:first])
+        self._tail, self._num_tokens = "", first
+        is_long_enough = first == 0
+        for token in prefix[first:]:
+            is_long_enough = is_long_enough or len(self._tail) == self._tail_length
+            self.completed_by_prefix = self.completed_by(token)
+        return is_long_enough
 
     def completed_by(self, token: int) -> bool:
         """Read the next token of the response, and return whether it completes a stop string."""
-        known, new = self._tail, self._decode(token)
-        text = known + new
-        self._tail = text[max(0, len(text) - self._tail_length) :]
         self._num_tokens += 1
-        if not new or self._num_tokens <= self._min_tokens:
+        new = self._decode(token)
+        if not new:
             return False
-        return any(text.find(string, max(0, len(known) - len(string) + 1)) >= 0 for string in self._stop)
+        num_known = len(self._tail)
+        text = self._tail + new
+        self._tail = text[max(0, len(text) - self._tail_length) :]
+        if self._num_tokens <= self._min_tokens:
+            return False
+        return any(text.find(string, max(0, num_known - len(string) + 1)) >= 0 for string in self._stop)
 
 
-def token_decoder(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Callable[[int], str]:
-    """Return a function for :class:`StopStrings` that decodes the tokens after a prompt as vLLM does.
-
-    The prompt does not contain the prefix from which a response is continued.
-    """
+def token_decoder(tokenizer: Any, prompt: Sequence[int], prefix: Sequence[int] = ()) -> Decode:
+    """Return a function that decodes the tokens after a prompt and a prefix of the response, as vLLM does."""
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+    context = [*prompt[-_DECODING_CONTEXT:], *prefix[-_DECODING_CONTEXT:]][-_DECODING_CONTEXT:]
     request = SimpleNamespace(
-        request_id="",
-        prompt_token_ids=list(prompt_token_ids),
-        prompt_embeds=None,
-        sampling_params=SamplingParams(),
+        request_id="", prompt_token_ids=context, prompt_embeds=None, sampling_params=SamplingParams()
     )
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def decode(token: int) -> str:
-        length = len(detokenizer.output_text)
-        detokenizer.update([token], False)
-        return str(detokenizer.output_text[length:])
+        # Its method update() would append the text to that of the whole response.
+        detokenizer.token_ids.append(token)
+        return str(detokenizer.decode_next(token))
 
     return decode

@@ -216,7 +216,7 @@ def test_steps_while_histories_and_requests_change() -> None:
         batch.step(num_tokens, np.arange(12), np.arange(12), np.zeros(12, int))
         assert set(drafts.ravel().tolist()) <= {0, 1, 2, 3, 4}
         index.close(handles.pop())
-        handles.append(index.open("p1", [4, 4]))
+        handles.append(index.open("p1", [4] * 300))  # which the background thread indexes
     done.set()
     for thread in threads:
         thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -552,3 +553,40 @@ def test_a_step_whose_tokens_are_reported_later_is_counted() -> None:
     assert bytes([code_of("history")] * 2) == index.count_step(handle, 3, 2)
     stepper.step(recorded[4:7], verified=[0])
     assert (3, 2, 7, b"", (3, 0, 0, 0)) == index.close(handle)
+
+
+def test_a_long_prompt_is_indexed_in_the_background_when_drafting_ahead() -> None:
+    """The caller's thread takes a fraction of the time, and afterwards the index is the same."""
+    prompt = np.random.default_rng(0).integers(0, 5000, 400_000).astype(np.uint32)
+
+    def open_seconds(index: SuffixIndex) -> float:
+        started = time.thread_time()
+        handles.append(index.open("p", prompt))
+        return time.thread_time() - started
+
+    handles: list[int] = []
+    index, ahead = SuffixIndex(), SuffixIndex(draft_ahead=True)
+    inline_s = open_seconds(index)
+    assert open_seconds(ahead) < inline_s / 4
+    ahead.extend(handles[1], prompt[1000:1004])
+    handles.append(ahead.open("p", prompt))  # shares it
+    ahead.wait_idle()
+    index.extend(handles[0], prompt[1000:1004])
+    handles.append(index.open("p", prompt))
+    assert index.bytes() == ahead.bytes()
+    expected = prompt[1004:1012].tolist()
+    assert expected == index.draft(handles[0], 8).tokens == ahead.draft(handles[1], 8).tokens
+    ahead.extend(handles[2], prompt[1000:1004])
+    assert expected == ahead.draft(handles[2], 8).tokens
+
+
+def test_requests_may_be_closed_before_their_prompt_was_indexed() -> None:
+    index = SuffixIndex(draft_ahead=True)
+    for number in range(20):
+        prompt = np.random.default_rng(number).integers(0, 5000, 50_000).astype(np.uint32)
+        handle = index.open(f"p{number % 3}", prompt)
+        index.extend(handle, prompt[:4])
+        assert index.draft(handle, 2).tokens in ([], prompt[4:6].tolist())
+        index.close(handle)
+    index.wait_idle()
+    assert 0 == index.bytes()

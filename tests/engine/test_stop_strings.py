@@ -1,8 +1,9 @@
-"""Stop strings end a response with the same token, however many tokens vLLM returns at a time."""
+"""Stop strings end a response with the same token, wherever it is continued and however many tokens a step returns."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,8 @@ def test_the_response_is_the_same_for_all_chunks(
         logprobs=[-float(token) for token in tokens[:prefix]],
         weight_spans=[WeightSpan(start=0, weight_version=1)] if prefix else [],
     )
-    response = ResponseBuilder(start, logprobs=True, stop_strings=StopStrings(stop, min_tokens, decode))
+    stop_strings = StopStrings(stop, min_tokens, start.token_ids, lambda _: decode)
+    response = ResponseBuilder(start, logprobs=True, stop_strings=stop_strings)
     skipped = prefix
     for chunk in chunks:
         new = chunk[skipped:]
@@ -93,9 +95,46 @@ def test_a_prefix_may_contain_a_stop_string_before_its_last_token() -> None:
     span = [WeightSpan(start=0, weight_version=0)]
     for tokens, stopped in (([0, 1], True), ([1, 0], False), ([1], True), ([1, 0, 1], True)):
         prefix = Partial(token_ids=tokens, weight_spans=span)
-        response = ResponseBuilder(prefix, logprobs=False, stop_strings=StopStrings(["w1"], 0, decode))
+        stop_strings = StopStrings(["w1"], 0, tokens, lambda _: decode)
+        response = ResponseBuilder(prefix, logprobs=False, stop_strings=stop_strings)
         assert stopped == response.stopped
         assert tokens == response.token_ids
+
+
+@given(
+    tokens=TOKENS,
+    repeated=st.tuples(st.integers(0, 7), st.integers(0, 1000)),
+    end=TOKENS,
+    stop=STOPS,
+    min_tokens=st.integers(0, 1100),
+)
+@example(tokens=[4], repeated=(5, 1000), end=[7], stop=["w1"], min_tokens=0)  # it begins before tokens without text
+def test_the_result_is_the_same_although_only_the_end_of_a_prefix_is_decoded(
+    tokens: list[int], repeated: tuple[int, int], end: list[int], stop: list[str], min_tokens: int
+) -> None:
+    *prefix, last = [*tokens, *[repeated[0]] * repeated[1], *end, 0]
+    texts = [PIECES[token] for token in [*prefix, last]]
+    stop_strings = StopStrings(stop, min_tokens, prefix, lambda _: decode)
+    for count, is_completed in (
+        (len(prefix), stop_strings.completed_by_prefix),
+        (len(prefix) + 1, stop_strings.completed_by(last)),
+    ):
+        before = max(min_tokens, count - 1)  # stop strings that are completed earlier do not count
+        assert (first_stop(texts[:count], stop, before) is not None) == is_completed
+
+
+def test_a_long_prefix_is_not_decoded_as_a_whole() -> None:
+    decoded: list[int] = []
+
+    def count(token: int) -> str:
+        decoded.append(token)
+        return decode(token)
+
+    prefix = [0] * 20_000
+    stop_strings = StopStrings(["w1 w0", "x" * 50], 0, prefix, lambda _: count)
+    assert not stop_strings.completed_by_prefix
+    assert len(decoded) < 500
+    assert [False, False, True] == [stop_strings.completed_by(token) for token in (0, 1, 0)]
 
 
 # With engines
@@ -124,7 +163,11 @@ def texts(tokens: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 11])
-def test_the_first_stop_string_ends_a_response(engine: EngineHarness, min_tokens: int) -> None:
+def test_the_first_stop_string_ends_a_response(
+    engine: EngineHarness, min_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM finds it, so that no tokens are decoded a second time.
+    monkeypatch.delattr("rollout_worker.engine.generation.token_decoder")
     requests, expected = [], []
     for number, (prompt, whole) in enumerate(zip(PROMPTS, whole_responses(engine), strict=True)):
         at = 20 + number % 7
@@ -215,7 +258,17 @@ def test_characters_of_several_tokens_are_decoded_as_in_vllm() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokens = tokenizer.encode("a→b€").ids
-    decode_token = token_decoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer), tokenizer.encode("x").ids)
+    decoder = functools.partial(
+        token_decoder, PreTrainedTokenizerFast(tokenizer_object=tokenizer), tokenizer.encode("x").ids
+    )
+    decode_token = decoder()
     assert ["a", "", "", "→", "b", "", "", "€"] == [decode_token(token) for token in tokens]
-    stop = StopStrings(["→"], 0, token_decoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [0]))
-    assert [False, False, False, True] == [stop.completed_by(token) for token in tokens[:4]]
+    for length in range(4):
+        stop = StopStrings(["→"], 0, tokens[:length], decoder)
+        assert not stop.completed_by_prefix
+        assert [False] * (3 - length) + [True] == [stop.completed_by(token) for token in tokens[length:4]]
+    assert StopStrings(["→"], 0, tokens[:4], decoder).completed_by_prefix
+    many = tokens * 100
+    for length in range(len(many) - len(tokens), len(many)):
+        last = many[length]
+        assert (last == tokens[-1]) == StopStrings(["€"], 0, many[:length], decoder).completed_by(last)

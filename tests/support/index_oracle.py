@@ -15,7 +15,7 @@ BOUNDARY = -1
 HISTORY, LIVE, CROSS_PROBLEM, ANCHORS = 32, 24, 16, 4
 """The numbers of occurrences that are used of each source."""
 MAX_VISITED = 48
-"""Entries of a chain of live texts that are searched."""
+"""Entries of a chain of live texts that are searched at least."""
 SUFFICIENT_MATCH = 16
 FEW_TOKENS = 2
 """The cross-problem pool is searched only if no other match is this long."""
@@ -444,6 +444,8 @@ class Oracle:
             assert not Counter(got[source]) - Counter(known)
             if len(known) <= LIVE and searched <= MAX_VISITED:
                 assert Counter(known) == Counter(got[source])
+            elif searched <= MAX_VISITED and not exact:
+                assert [match for match, _, _ in known[:LIVE]] == [match for match, _, _ in got[source]]
             elif exact:
                 assert got[source][0][0] >= exact[0][0]
 
@@ -494,7 +496,10 @@ class Oracle:
             remaining = [
                 (occurrence, vote_class)
                 for occurrence, vote_class in remaining
-                if index < len(occurrence.tokens) and occurrence.tokens[index] == position.token
+                if index < len(occurrence.tokens)
+                and occurrence.tokens[index] == position.token
+                # The end of a running rollout, or of a prompt, is not the end of its text.
+                and (index + 1 < len(occurrence.tokens) or occurrence.source not in ("self", "siblings"))
             ]
             if position.token in request.stop_tokens:
                 break

@@ -17,6 +17,19 @@ T* allocate(std::pmr::memory_resource* memory, std::size_t count) {
 std::size_t block_of(std::uint32_t text) { return static_cast<std::size_t>(std::bit_width(text + 1)) - 1; }
 std::size_t block_size(std::size_t block) { return std::size_t{1} << block; }
 
+// Returns how many tokens before `a` and before `b` are equal, at most `limit`.
+std::size_t common(const Token* a, const Token* b, std::size_t limit) {
+  constexpr std::size_t kTokens = Words<Token>::kTokens;
+  std::size_t known = 0;
+  for (; known + kTokens <= limit; known += kTokens) {
+    const std::uint64_t x = Words<Token>::before(a - known);
+    const std::uint64_t y = Words<Token>::before(b - known);
+    if (x != y) return known + Words<Token>::common(x, y);
+  }
+  while (known < limit && *(a - known - 1) == *(b - known - 1)) ++known;
+  return known;
+}
+
 }  // namespace
 
 LiveTexts::LiveTexts(std::pmr::memory_resource* memory) : memory_(memory) {}
@@ -140,50 +153,72 @@ LiveTexts::Hashes LiveTexts::hashes_before(const Token* end, std::size_t length)
   return hashes;
 }
 
+std::size_t LiveTexts::follow_chains(std::size_t k, std::uint64_t hash, TextId own, bool wants_own, bool wants_others,
+                                     Candidates& candidates) const {
+  std::size_t count = 0;
+  std::size_t cost = 0;
+  for (std::size_t t = table_count_.load(std::memory_order_acquire); t-- > 0 && cost < kMaxCost;) {
+    const Table& table = tables_[t];
+    std::uint32_t number =
+        table.heads[k * table.capacity + (hash & (table.capacity - 1))].load(std::memory_order_acquire);
+    while (number != kNone && cost < kMaxCost) {
+      const Entry& entry = table.entries[number];
+      number = entry.previous[k];
+      const bool is_own = entry.text == own;
+      if (!(is_own ? wants_own : wants_others)) {
+        cost += kEntryCost;
+        continue;
+      }
+      const Body& text = body(entry.text);
+      // The length is read first, because every later buffer holds at least as many tokens.
+      const std::uint32_t following = text.length.load(std::memory_order_acquire) - entry.position;
+      const Token* const position = text.tokens.load(std::memory_order_acquire) + entry.position;
+      __builtin_prefetch(position - 1);  // it is read when the chain has been followed
+      candidates[count++] = {position, entry.position, following, is_own, 0};
+      cost += following < kManyFollowing ? kFewFollowingCost : kEntryCost;
+    }
+  }
+  return count;
+}
+
 void LiveTexts::find_longest(std::span<const Token> context, std::size_t depth, TextId own, std::size_t max_own,
                              std::size_t max_others, std::vector<Occurrence>& found) const {
-  const std::size_t tables = table_count_.load(std::memory_order_acquire);
-  if (tables == 0) return;
   const Token* const end = context.data() + context.size();
   const Hashes hashes = hashes_before(end, context.size());
   std::size_t known_from = depth + 1;  // matches of this length or longer were found in chains of a higher order
   for (std::size_t k = kOrders.size(); k-- > 0 && max_own + max_others > 0;) {
     const std::size_t order = kOrders[k];
     if (context.size() < order) continue;
-    const std::uint64_t wanted = hashes[k];
-    std::size_t visited = 0;
-    for (std::size_t t = tables; t-- > 0 && visited < kMaxVisited;) {
-      const Table& table = tables_[t];
-      // The chain is followed first, so that the processor fetches the texts of many entries at the same time.
-      std::array<const Entry*, kMaxVisited> entries;
-      std::size_t count = 0;
-      std::uint32_t number =
-          table.heads[k * table.capacity + (wanted & (table.capacity - 1))].load(std::memory_order_acquire);
-      for (; number != kNone && visited < kMaxVisited; ++visited) {
-        const Entry& entry = table.entries[number];
-        number = entry.previous[k];
-        if ((entry.text == own ? max_own : max_others) == 0) continue;
-        __builtin_prefetch(body(entry.text).tokens.load(std::memory_order_relaxed) + entry.position - 1);
-        entries[count++] = &entry;
+    Candidates candidates;
+    std::size_t count = follow_chains(k, hashes[k], own, max_own > 0, max_others > 0, candidates);
+    if (count > kMaxCompared) {
+      std::nth_element(candidates.begin(), candidates.begin() + kMaxCompared, candidates.begin() + count,
+                       [](const Candidate& a, const Candidate& b) { return a.is_followed_by_more(b); });
+      count = kMaxCompared;
+    }
+    // Those with a match, by whether they are in the own text.
+    std::array<std::array<Candidate, kMaxCompared>, 2> matches;
+    std::array<std::size_t, 2> num_matches{};
+    for (Candidate& candidate : std::span(candidates).first(count)) {
+      const std::size_t limit = std::min({depth, context.size(), std::size_t{candidate.num_before}});
+      const std::size_t match = common(candidate.position, end, limit);
+      // A hash collision, or an occurrence that was found before.
+      if (match < order || match >= known_from) continue;
+      candidate.match = static_cast<std::uint8_t>(match);
+      matches[candidate.is_own][num_matches[candidate.is_own]++] = candidate;
+    }
+    for (const bool is_own : {true, false}) {
+      std::size_t& remaining = is_own ? max_own : max_others;
+      const std::span<Candidate> all = std::span(matches[is_own]).first(num_matches[is_own]);
+      const std::span<Candidate> kept = all.first(std::min(remaining, all.size()));
+      if (kept.size() < all.size()) {
+        std::nth_element(all.begin(), kept.end(), all.end(),
+                         [](const Candidate& a, const Candidate& b) { return a.is_better(b); });
       }
-      for (std::size_t i = 0; i < count && max_own + max_others > 0; ++i) {
-        const Entry& entry = *entries[i];
-        std::size_t& remaining = entry.text == own ? max_own : max_others;
-        if (remaining == 0) continue;
-        const Body& other = body(entry.text);
-        // The length is read first, because every later buffer holds at least as many tokens.
-        const std::size_t length = other.length.load(std::memory_order_acquire);
-        const Token* const position = other.tokens.load(std::memory_order_acquire) + entry.position;
-        const std::size_t limit = std::min({depth, context.size(), std::size_t{entry.position}});
-        std::size_t match = 0;
-        while (match < limit &&
-               position[-1 - static_cast<std::ptrdiff_t>(match)] == end[-1 - static_cast<std::ptrdiff_t>(match)])
-          ++match;
-        // A hash collision, or an occurrence that was found before.
-        if (match < order || match >= known_from) continue;
-        --remaining;
-        found.push_back({Continuation(position, length - entry.position), 0, kNoReward,
-                         static_cast<std::uint8_t>(match), entry.text == own ? Source::self : Source::siblings});
+      remaining -= kept.size();
+      for (const Candidate& one : kept) {
+        found.push_back({Continuation(one.position, one.num_following), 0, kNoReward, one.match,
+                         is_own ? Source::self : Source::siblings});
       }
     }
     known_from = order;

@@ -1,6 +1,7 @@
 // The texts of running rollouts, which can be searched while they grow.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -36,7 +37,8 @@ class LiveTexts {
   std::size_t tokens() const { return tokens_.load(std::memory_order_relaxed); }
 
   // Appends occurrences of the end of `context` (in reading order) to `found`: at most `max_own` of them in the text
-  // `own`, and at most `max_others` in other texts. The search is bounded; it prefers longer matches.
+  // `own`, and at most `max_others` in other texts. The search is bounded; it prefers longer matches, and of equally
+  // long ones those that are followed by more tokens.
   void find_longest(std::span<const Token> context, std::size_t depth, TextId own, std::size_t max_own,
                     std::size_t max_others, std::vector<Occurrence>& found) const;
 
@@ -45,14 +47,40 @@ class LiveTexts {
   static constexpr std::size_t kCacheLine = 64;
   static constexpr std::size_t kFirstBuffer = 64;
   static constexpr std::size_t kFirstTable = 256;
-  static constexpr std::size_t kMaxTables = 24;   // each is twice as large as the previous one: 4 * 10^9 tokens
-  static constexpr std::size_t kMaxVisited = 48;  // entries of a chain
+  static constexpr std::size_t kMaxTables = 24;  // each is twice as large as the previous one: 4 * 10^9 tokens
+
+  // Siblings that generate the same text at almost the same time provide only the next few tokens. While a chain is
+  // followed, such entries cost less than others, so that the search reaches a sibling that is ahead of many.
+  static constexpr std::size_t kManyFollowing = 32;  // tokens after an entry; drafts are rarely longer
+  static constexpr std::size_t kMaxCost = 192;       // of following the chains of one order
+  static constexpr std::size_t kFewFollowingCost = 1;
+  static constexpr std::size_t kEntryCost = 4;     // of an entry that is followed by more tokens, or not wanted
+  static constexpr std::size_t kMaxCompared = 64;  // the entries whose texts are compared, those with most to follow
 
   struct Entry {
     TextId text;
     std::uint32_t position;
     std::array<std::uint32_t, kOrders.size()> previous;
   };
+
+  // An entry whose text is compared.
+  struct Candidate {
+    const Token* position;
+    std::uint32_t num_before;
+    std::uint32_t num_following;
+    bool is_own;
+    std::uint8_t match;
+
+    // Whether this one is preferred to another one with an equally long match.
+    bool is_followed_by_more(const Candidate& other) const {
+      return std::min<std::size_t>(num_following, kManyFollowing) >
+             std::min<std::size_t>(other.num_following, kManyFollowing);
+    }
+    bool is_better(const Candidate& other) const {
+      return match != other.match ? match > other.match : is_followed_by_more(other);
+    }
+  };
+  using Candidates = std::array<Candidate, kMaxCost / kFewFollowingCost>;
 
   struct Table {
     std::size_t capacity;
@@ -74,6 +102,10 @@ class LiveTexts {
   // Hashes of the tokens before `end`, for each order that is at most `length`.
   using Hashes = std::array<std::uint64_t, kOrders.size()>;
   static Hashes hashes_before(const Token* end, std::size_t length);
+  // Fills in the entries of the chains for order number `k` that should be compared, and returns their number. Entries
+  // of the text `own`, or of other texts, are left out unless they are wanted.
+  std::size_t follow_chains(std::size_t k, std::uint64_t hash, TextId own, bool wants_own, bool wants_others,
+                            Candidates& candidates) const;
 
   std::pmr::memory_resource* memory_;
   std::array<Table, kMaxTables> tables_{};

@@ -244,7 +244,8 @@ void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline b
     last = position.token;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < occurrences.size(); ++i) {
-      if (voted[i] != position.chosen) continue;
+      // A rollout of which no more is known has no vote.
+      if (voted[i] != position.chosen || occurrences[i].is_unknown(index + 1)) continue;
       if (kept < i) occurrences[kept] = occurrences[i];
       ++kept;
     }

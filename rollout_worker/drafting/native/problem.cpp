@@ -54,18 +54,52 @@ SegmentList merge(const std::shared_ptr<ByteCounter>& counter, const Segments& s
 
 namespace {
 
-std::array<std::uint64_t, 2> hash_of(std::span<const Token> tokens) {
-  std::array<std::uint64_t, 2> hash{tokens.size(), ~tokens.size()};
-  for (const Token token : tokens) {
-    hash[0] = (hash[0] ^ token) * 0x9E3779B97F4A7C15U;
-    hash[0] ^= hash[0] >> 29;
-    hash[1] = (hash[1] + token) * 0xD1B54A32D192ED03U;
-    hash[1] ^= hash[1] >> 32;
-  }
-  return hash;
-}
+// Indexing this many tokens takes about as long as passing them to another thread.
+constexpr std::size_t kMaxInlinePrompt = 256;
 
 }  // namespace
+
+IndexedPrompt::Key IndexedPrompt::key_of(std::span<const Token> prompt) {
+  std::array<std::uint64_t, 2> hash{prompt.size(), ~prompt.size()};
+  const auto add = [&](std::uint64_t word) {
+    hash[0] = (hash[0] ^ word) * 0x9E3779B97F4A7C15U;
+    hash[0] ^= hash[0] >> 29;
+    hash[1] = (hash[1] + word) * 0xD1B54A32D192ED03U;
+    hash[1] ^= hash[1] >> 32;
+  };
+  constexpr std::size_t kTokens = Words<Token>::kTokens;
+  std::size_t i = kTokens;
+  for (; i <= prompt.size(); i += kTokens) add(Words<Token>::before(prompt.data() + i));
+  for (i -= kTokens; i < prompt.size(); ++i) add(prompt[i]);
+  return {prompt.size(), hash};
+}
+
+IndexedPrompt::IndexedPrompt(const std::shared_ptr<ByteCounter>& counter, const Key& key)
+    : charge_(counter, sizeof(IndexedPrompt)), key_(key), waiting_(counter.get()) {}
+
+std::shared_ptr<const IndexedPrompt> IndexedPrompt::create(const std::shared_ptr<ByteCounter>& counter, const Key& key,
+                                                           std::span<const Token> prompt, std::size_t depth,
+                                                           BackgroundThread* background) {
+  auto indexed = std::make_shared<IndexedPrompt>(counter, key);
+  if (background == nullptr || prompt.size() <= kMaxInlinePrompt) {
+    indexed->build(prompt, depth);
+    return indexed;
+  }
+  indexed->waiting_.assign(prompt.begin(), prompt.end());
+  const auto task = [waiting = std::weak_ptr(indexed), depth] {
+    const auto prompt = waiting.lock();
+    if (!prompt) return;  // all its requests were closed
+    const auto tokens = std::move(prompt->waiting_);
+    prompt->build(tokens, depth);
+  };
+  if (!background->submit(task)) task();
+  return indexed;
+}
+
+void IndexedPrompt::build(std::span<const Token> prompt, std::size_t depth) {
+  const Document document{.tokens = prompt};
+  segment_.store(Segment::build(charge_.counter(), {&document, 1}, depth));
+}
 
 Problem::Problem(const IndexBytes& bytes)
     : charge(std::make_shared<ByteCounter>(bytes.all), sizeof(Problem)),
@@ -100,16 +134,15 @@ void Problem::clear() {
   is_empty.store(true);
 }
 
-std::shared_ptr<const IndexedPrompt> Problem::index_prompt(std::span<const Token> prompt, std::size_t depth) {
-  const auto hash = hash_of(prompt);
+std::shared_ptr<const IndexedPrompt> Problem::index_prompt(std::span<const Token> prompt, std::size_t depth,
+                                                           BackgroundThread* background) {
+  const IndexedPrompt::Key key = IndexedPrompt::key_of(prompt);
   {
     const std::lock_guard lock(live);
     auto last = last_prompt.lock();
-    if (last && last->length == prompt.size() && last->hash == hash) return last;
+    if (last && last->key() == key) return last;
   }
-  const Document document{.tokens = prompt};
-  auto indexed = std::make_shared<const IndexedPrompt>(
-      IndexedPrompt{prompt.size(), hash, Segment::build(live_bytes, {&document, 1}, depth)});
+  auto indexed = IndexedPrompt::create(live_bytes, key, prompt, depth, background);
   const std::lock_guard lock(live);
   last_prompt = indexed;
   return indexed;

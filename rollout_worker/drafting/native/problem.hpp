@@ -20,6 +20,7 @@
 #include "live_texts.hpp"
 #include "memory.hpp"
 #include "segment.hpp"
+#include "threads.hpp"
 
 namespace das {
 
@@ -72,10 +73,34 @@ struct SharedLiveTexts {
 };
 
 // A prompt as a segment, where requests find occurrences of their own text. The requests of a group share it.
-struct IndexedPrompt {
-  std::size_t length;
-  std::array<std::uint64_t, 2> hash;
-  std::shared_ptr<const Segment> segment;
+class IndexedPrompt {
+ public:
+  // Identifies a prompt.
+  struct Key {
+    std::size_t length;
+    std::array<std::uint64_t, 2> hash;
+    bool operator==(const Key&) const = default;
+  };
+  static Key key_of(std::span<const Token> prompt);
+
+  // Indexes the prompt at once, unless it is long and there is a background thread, which does it then. Allocates
+  // through `counter`.
+  static std::shared_ptr<const IndexedPrompt> create(const std::shared_ptr<ByteCounter>& counter, const Key& key,
+                                                     std::span<const Token> prompt, std::size_t depth,
+                                                     BackgroundThread* background);
+  IndexedPrompt(const std::shared_ptr<ByteCounter>& counter, const Key& key);
+
+  const Key& key() const { return key_; }
+  // Returns null if the prompt is not indexed yet. Later calls return the same segment.
+  std::shared_ptr<const Segment> segment() const { return segment_.load(); }
+
+ private:
+  void build(std::span<const Token> prompt, std::size_t depth);
+
+  Charge charge_;
+  Key key_;
+  std::pmr::vector<Token> waiting_;  // the prompt, until the background thread has indexed it
+  AtomicSharedPtr<Segment> segment_;
 };
 
 struct RolloutRecord {
@@ -98,8 +123,9 @@ struct Problem {
   // Deletes the history.
   void clear();
 
-  // Returns the prompt's segment, which is shared with the last request if that had the same prompt.
-  std::shared_ptr<const IndexedPrompt> index_prompt(std::span<const Token> prompt, std::size_t depth);
+  // Indexes a prompt, see IndexedPrompt, unless the last request had the same one.
+  std::shared_ptr<const IndexedPrompt> index_prompt(std::span<const Token> prompt, std::size_t depth,
+                                                    BackgroundThread* background);
 
   Charge charge;
   const std::shared_ptr<ByteCounter> live_bytes;  // of the live texts and the prompt; they also count in `charge`

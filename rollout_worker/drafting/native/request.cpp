@@ -15,7 +15,8 @@ constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
 
 }  // namespace
 
-Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options)
+Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options,
+                 BackgroundThread* background)
     : charge(std::make_shared<ByteCounter>(bytes.all, bytes.in_use), sizeof(Request)),
       prompt_tokens(static_cast<std::int64_t>(options.prompt.size())),
       limits(options.limits),
@@ -35,7 +36,7 @@ Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, con
   for (const Token token : context) response.push(token);
   if (sources.self && !all.empty()) {
     for (const Token token : all.last(std::min(depth, all.size()))) own_text.push(token);
-    prompt = problem->index_prompt(all, depth);
+    prompt = problem->index_prompt(all, depth, background);
   }
   if (sources.siblings) {
     const std::lock_guard lock(problem->live);

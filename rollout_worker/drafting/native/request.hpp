@@ -228,7 +228,9 @@ class RecentTokens {
 };
 
 struct Request {
-  Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options);
+  // The background thread indexes a long prompt, unless it is null.
+  Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options,
+          BackgroundThread* background);
 
   // The next three require the lock.
   // Appends sampled tokens to the texts that only this request reads. The anchors of the draft before them replace the

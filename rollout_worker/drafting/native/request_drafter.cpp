@@ -161,9 +161,9 @@ void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end
                                            request.sources.self ? Mixture::kLiveOccurrences : 0,
                                            request.sources.siblings ? Mixture::kLiveOccurrences : 0, found);
   }
-  if (request.prompt) {
+  if (const auto prompt = request.prompt ? request.prompt->segment() : nullptr) {  // the request keeps it alive
     const std::size_t first = found.size();
-    request.prompt->segment->find_longest(end.own_text, Mixture::kLiveOccurrences, 1, found);
+    prompt->find_longest(end.own_text, Mixture::kLiveOccurrences, 1, found);
     for (std::size_t i = first; i < found.size(); ++i) found[i].source = Source::self;
   }
   if (!request.sources.cross_problem || pool == nullptr || are_sufficient(found, is_urgent)) return;

@@ -6,6 +6,7 @@ namespace das {
 
 SuffixIndex::SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits, bool draft_ahead)
     : depth_(depth),
+      draft_ahead_(draft_ahead),
       pool_(bytes_.all, depth, limits.pool_tokens, background_),
       problems_(bytes_),
       writer_(depth, problems_, pool_, background_),
@@ -41,7 +42,8 @@ std::size_t SuffixIndex::bytes(std::string_view problem_id) {
 }
 
 SuffixIndex::Handle SuffixIndex::open(std::string_view problem, const RequestOptions& options) {
-  return requests_.insert(std::make_shared<Request>(bytes_, problems_.use(problem), depth_, options));
+  BackgroundThread* const background = draft_ahead_ ? &background_ : nullptr;
+  return requests_.insert(std::make_shared<Request>(bytes_, problems_.use(problem), depth_, options, background));
 }
 
 ClosedRequest SuffixIndex::close(Handle handle) { return drafter_.close(*requests_.remove(handle)); }

@@ -49,7 +49,7 @@ class SuffixIndex {
   }
   bool drop_problem(std::string_view problem) { return writer_.drop_problem(problem); }
   std::vector<std::string> take_evicted() { return evictor_.take_evicted(); }
-  // Waits until nothing is left to merge, evict or prepare.
+  // Waits until nothing is left to index, merge, evict or prepare.
   void wait_idle() {
     stepper_.wait_idle();
     background_.wait_idle();
@@ -62,6 +62,7 @@ class SuffixIndex {
   std::size_t bytes() const { return bytes_.all->bytes(); }
   std::size_t bytes(std::string_view problem);
 
+  // With `draft_ahead`, a long prompt is indexed in the background.
   Handle open(std::string_view problem, const RequestOptions& options);
   void extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens);
   ClosedRequest close(Handle handle);
@@ -87,6 +88,7 @@ class SuffixIndex {
 
  private:
   const std::size_t depth_;
+  const bool draft_ahead_;
   const IndexBytes bytes_;
   CrossProblemPool pool_;
   ProblemRegistry problems_;

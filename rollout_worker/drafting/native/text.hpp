@@ -87,6 +87,11 @@ struct Occurrence {
   bool anchored = false;        // whether the request has recently followed this rollout of the history
   std::uint8_t vote_class = 0;  // set by Mixture::draft
 
+  // Whether the text ends before the token at `offset`, but goes on: it is that of a running rollout, or its prompt.
+  bool is_unknown(std::size_t offset) const {
+    return (source == Source::self || source == Source::siblings) && text.at(offset) == kBoundary;
+  }
+
   // The expert of the mixture that this occurrence belongs to: its source, or the anchored rollouts.
   std::size_t expert() const { return anchored ? kSources : static_cast<std::size_t>(source); }
 };

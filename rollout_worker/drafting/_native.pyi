@@ -156,9 +156,21 @@ class SuffixIndex:
 
         Only verified tokens to which ``"history"`` gave the most probability count (see `SourceCounts`). If rollouts of
         several ages propose a token, it counts in equal parts for each of these ages, so that all parts add up to the
-        number that `counters` returns for ``"history"``. Attributing the token to the youngest age would leave to older
-        ages only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
+        number that `counters` returns for ``"history"``. With drafting ahead, tokens of prepared drafts that the
+        mixture does not learn from do not count. Attributing the token to the youngest age would leave to older ages
+        only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
         """
+
+    def request_lock(self, handle: int, *, live_texts: bool = False) -> RequestLock:
+        """Return a request's lock, or that of the live texts of its problem, as a context manager for tests.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+
+class RequestLock:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 class Batch:
     def __init__(
@@ -180,6 +192,7 @@ class Batch:
         *,
         shortens: bool,
         time_limit_s: float,
+        min_gain_s: float,
     ) -> None: ...
     def clear(self) -> None:
         """Remove the plan, which keeps the requests in memory after they were closed."""
@@ -191,3 +204,4 @@ class Batch:
         places: npt.NDArray[np.int64],
         verified: npt.NDArray[np.int64],
     ) -> tuple[int, int, float]: ...
+    def keep_only(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64], kept: int | None) -> None: ...

@@ -123,12 +123,12 @@ class PreparedDrafts {
   }
   // Adds a draft for an outcome. If it does not fit, its last tokens are left out.
   void add(Outcome outcome, std::span<const DraftedToken> draft) {
-    if (is_full()) return;
+    if (is_full() || outcome.accepted > kMaxAccepted) return;
     keys_.reserve(kMaxDrafts);
     tokens_.reserve(kMaxTokens);
+    keys_.push_back(
+        {outcome.next, static_cast<std::uint16_t>(outcome.accepted), static_cast<std::uint16_t>(tokens_.size())});
     draft = draft.first(std::min(draft.size(), kMaxTokens - tokens_.size()));
-    keys_.push_back({outcome.next, static_cast<std::uint32_t>(outcome.accepted),
-                     static_cast<std::uint32_t>(tokens_.size()), static_cast<std::uint32_t>(draft.size())});
     tokens_.insert(tokens_.end(), draft.begin(), draft.end());
   }
 
@@ -143,17 +143,18 @@ class PreparedDrafts {
     return kNone;
   }
   std::span<const DraftedToken> tokens(std::uint32_t draft) const {
-    return std::span<const DraftedToken>(tokens_).subspan(keys_[draft].first, keys_[draft].count);
+    const std::size_t end = draft + 1 < keys_.size() ? keys_[draft + 1].first : tokens_.size();
+    return std::span<const DraftedToken>(tokens_).subspan(keys_[draft].first, end - keys_[draft].first);
   }
 
  private:
   static constexpr std::size_t kMaxDrafts = 512;
   static constexpr std::size_t kMaxTokens = 1024;
+  static constexpr std::size_t kMaxAccepted = 0xFFFF;
   struct Key {
     Token next;
-    std::uint32_t accepted;
-    std::uint32_t first;
-    std::uint32_t count;
+    std::uint16_t accepted;
+    std::uint16_t first;  // of its tokens in tokens_
   };
 
   std::pmr::vector<Key> keys_;

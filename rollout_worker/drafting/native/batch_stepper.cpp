@@ -4,10 +4,9 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace das {
@@ -18,8 +17,12 @@ namespace {
 // fetched while this many rows before are handled, and the objects that point to it as many rows earlier.
 constexpr std::size_t kPrefetched = 6;
 
-// The fewest drafts that are worth waking another thread.
-constexpr std::size_t kDraftsPerThread = 8;
+// A step waits this long for another thread, which needs less for one draft unless the system has suspended it.
+constexpr std::chrono::microseconds kPatience{50};
+
+// It waits this number of pauses, less than a microsecond, for another thread to take the first of the missing drafts,
+// as the caches of that thread are warm.
+constexpr int kHandOver = 16;
 
 // Classes of values between 2 ** kMinExponent seconds and 1 second, 2 ** kClassBits for each power of two.
 constexpr int kMinExponent = -31;
@@ -38,10 +41,18 @@ std::size_t class_of(double value) {
 
 double cost(const BatchPlan& plan, std::size_t tokens) { return plan.costs[std::min(tokens, plan.costs.size() - 1)]; }
 
-// Returns the number of processors besides that of the background thread.
-std::size_t spare_processors() {
-  static const std::size_t processors = std::thread::hardware_concurrency();
-  return processors - std::min<std::size_t>(processors, 1);
+// Locks a request, unless its lock is not free until the deadline.
+std::unique_lock<std::mutex> lock_until(Request& request, TimePoint deadline) {
+  std::unique_lock lock(request.mutex, std::defer_lock);
+  spin_until([&] { return lock.try_lock(); }, deadline);
+  return lock;
+}
+
+// Forgets the last draft, which the caller has received, so that the next one can be computed.
+void forget_last(Request& request) { request.last = {.set = request.last.set}; }
+
+void increase(std::atomic<std::uint64_t>& counter, std::size_t count) {
+  counter.fetch_add(count, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -55,34 +66,66 @@ std::shared_ptr<const RequestList> BatchStepper::find_requests(std::span<const R
   return requests;
 }
 
+void BatchPlan::sort() {
+  const auto gain = [this](std::uint32_t row) { return rows[row].token_gain > 0.0 ? rows[row].token_gain : 0.0; };
+  auto sorted = std::make_shared<ValueOrder>();
+  sorted->rows.resize(rows.size());
+  std::iota(sorted->rows.begin(), sorted->rows.end(), 0U);
+  std::stable_sort(sorted->rows.begin(), sorted->rows.end(),
+                   [&](std::uint32_t a, std::uint32_t b) { return gain(a) > gain(b); });
+  if (!sorted->rows.empty()) sorted->max_gain = gain(sorted->rows.front());
+  order = std::move(sorted);
+}
+
 StepTotals BatchStepper::step(const Step& step) {
   const std::lock_guard stepping(mutex_);
   survivals_.resize(std::max(survivals_.size(), step.size() * step.arrays.max_draft));
-  if (ahead_) ahead_->interrupt();
   if (ahead_) {
+    ahead_->interrupt();
     step_ahead(step);
   } else {
-    // All requests are extended first, since siblings draft from each other.
-    missed_.clear();
-    for (std::size_t i = 0; i < step.size(); ++i) {
-      write_nothing(step, i);
-      Request* const request = step.request(i);
-      if (request == nullptr) continue;
-      const std::lock_guard lock(request->mutex);
-      if (!report(*request, step, i)) continue;
-      drafter_.settle(*request);
-      missed_.push_back({i, false, 0.0});
-    }
-    workers_.run(missed_.size(), [&](std::size_t m) {
-      const std::size_t i = missed_[m].number;
-      const std::lock_guard lock(step.request(i)->mutex);
-      draft(*step.request(i), step, i, false);
-    });
-    counts_.computed += missed_.size();
+    step_alone(step);
   }
   const StepTotals totals = total(step);
-  if (ahead_) ahead_->start(step.plan.requests);
+  if (ahead_ && (totals.drafts == 0 || totals.gain > step.plan.min_gain)) {
+    ahead_->start(step.plan.requests, step.plan.order);
+  }
   return totals;
+}
+
+void BatchStepper::keep_only(const EngineArrays& arrays, const BatchPlan& plan, std::span<const std::int64_t> rows,
+                             std::span<const std::int64_t> places, std::optional<std::size_t> kept) {
+  const std::lock_guard stepping(mutex_);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (i == kept) continue;
+    arrays.lengths[static_cast<std::size_t>(places[i])] = 0;
+    Request* const request = rows[i] < 0 ? nullptr : (*plan.requests)[static_cast<std::size_t>(rows[i])].get();
+    if (request != nullptr) request->is_dropped.store(true, std::memory_order_relaxed);
+  }
+  if (ahead_) ahead_->start(plan.requests, plan.order);
+}
+
+void BatchStepper::step_alone(const Step& step) {
+  // All requests are extended first, since siblings draft from each other.
+  missed_.clear();
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    write_nothing(step, i);
+    Request* const request = step.request(i);
+    if (request == nullptr) continue;
+    const std::lock_guard lock(request->mutex);
+    if (!report(*request, step, i, false)) continue;
+    drafter_.settle(*request, false);
+    forget_last(*request);
+    missed_.push_back({i, false, 0.0});
+  }
+  workers_.run(missed_.size(), [&](std::size_t m) {
+    const std::size_t i = missed_[m].number;
+    Request& request = *step.request(i);
+    const std::lock_guard lock(request.mutex);
+    drafter_.compute_missing(request, false);
+    write(request, step, i);
+  });
+  increase(computed_, missed_.size());
 }
 
 StepTotals BatchStepper::total(const Step& step) {
@@ -144,9 +187,7 @@ void BatchStepper::shorten(const Step& step, StepTotals& totals) {
       step.expected[i] += survivals_[i * width + length];
     }
     if (length < static_cast<std::size_t>(written)) {
-      Request& request = *step.request(i);
-      const std::lock_guard lock(request.mutex);
-      request.last.length = static_cast<std::uint32_t>(length);
+      step.request(i)->length.store(static_cast<std::uint32_t>(length), std::memory_order_relaxed);
       written = static_cast<std::int32_t>(length);
     }
     totals.drafts += length > 0;
@@ -162,15 +203,15 @@ void BatchStepper::step_ahead(const Step& step) {
   missed_.clear();
   std::size_t found = 0;
   const auto try_request = [&](Request& request, std::size_t i) {
-    if (!report(request, step, i)) return;
+    if (!report(request, step, i, true)) return;
     if (look_up(request)) {
       ++found;
-      draft(request, step, i, true);
+      write(request, step, i);
       return;
     }
     const bool was_prepared = std::exchange(request.is_prepared, false);
-    request.last = {.set = request.last.set};
-    if (max_length(request) > 0) missed_.push_back({i, was_prepared, step.limits(i).token_gain});
+    forget_last(request);
+    if (request.max_length() > 0) missed_.push_back({i, was_prepared, request.token_gain});
   };
   busy_.clear();
   for (std::size_t i = 0; i < 2 * kPrefetched; ++i) prefetch_request(step.request(i));
@@ -188,59 +229,75 @@ void BatchStepper::step_ahead(const Step& step) {
       busy_.push_back(i);
     }
   }
-  // The background thread was working for this request, mostly on one draft, which takes some microseconds.
+  // A background thread was working for these requests, mostly on one draft, which takes some microseconds.
+  const auto last_try = std::chrono::steady_clock::now() + kPatience;
   for (const std::size_t i : busy_) {
     Request& request = *step.request(i);
-    const std::lock_guard lock(request.mutex);
-    try_request(request, i);
+    if (const auto lock = lock_until(request, last_try)) {
+      try_request(request, i);
+    } else {
+      leave_out(request, step, i);
+    }
   }
-  counts_.found += found;
+  increase(found_, found);
   if (!missed_.empty()) compute_missing(step, deadline);
 }
 
-void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline) {
+void BatchStepper::leave_out(Request& request, const Step& step, std::size_t i) {
+  LeftOutSteps& left_out = request.left_out;
+  const std::int32_t num_tokens = step.num_tokens[step.place(i)];
+  if (left_out.verified.load(std::memory_order_relaxed) == 0) {
+    const auto length = request.length.load(std::memory_order_relaxed);
+    const auto verified = static_cast<std::uint32_t>(std::min<std::int64_t>(step.verified[i], length));
+    left_out.verified_at.store(num_tokens, std::memory_order_relaxed);
+    left_out.verified.store(verified, std::memory_order_relaxed);
+  }
+  left_out.num_tokens.store(num_tokens, std::memory_order_relaxed);
+}
+
+void BatchStepper::compute_missing(const Step& step, TimePoint deadline) {
   // Requests without a prepared draft come first: the first drafts of new requests are the longest, and a trial would
   // otherwise not be made. Then come those whose tokens are worth most.
   std::stable_sort(missed_.begin(), missed_.end(), [](const Missed& a, const Missed& b) {
     return a.is_prepared != b.is_prepared ? b.is_prepared : a.token_gain > b.token_gain;
   });
-  missing_.count = missed_.size();
-  missing_.deadline = deadline;
-  missing_.next.store(0);
-  missing_.run = [&](std::size_t m) {
-    const std::size_t i = missed_[m].number;
-    const std::lock_guard lock(step.request(i)->mutex);
-    try {
-      draft(*step.request(i), step, i, false);
-    } catch (const std::bad_alloc&) {
-      // The request goes without a draft.
-    }
+  std::size_t computed = 0;
+  const auto compute = [&](std::size_t m) {
+    Request& request = *step.request(missed_[m].number);
+    const auto lock = lock_until(request, std::chrono::steady_clock::now() + kPatience);
+    if (!lock) return;
+    drafter_.compute_missing(request, true);
+    write(request, step, missed_[m].number);
+    ++computed;
   };
-  // At least one draft is computed, so that a trial is made however little time there is.
   if (std::chrono::steady_clock::now() >= deadline) {
-    missing_.next.store(1);
-    missing_.run(0);
-  }
-  // Few drafts are computed before another thread would be awake, and one without a processor of its own would not
-  // help.
-  const std::size_t threads = std::min({workers_.size(), spare_processors(), missed_.size() / kDraftsPerThread});
-  if (threads < 2) {
-    ahead_->share(missing_);
+    compute(0);  // so that a trial is made however little time there is
   } else {
-    workers_.run(threads, [&](std::size_t thread) {
-      if (thread == 0) {
-        ahead_->share(missing_);
-      } else {
-        missing_.take_all();
-      }
-    });
+    std::vector<std::uint32_t> rows;
+    rows.reserve(missed_.size());
+    for (const Missed& missed : missed_) rows.push_back(static_cast<std::uint32_t>(step.rows[missed.number]));
+    const auto work = std::make_shared<MissingDrafts>(drafter_, step.plan.requests, std::move(rows), deadline);
+    ahead_->share(work);
+    for (int i = 0; i < kHandOver && work->taken() == 0; ++i) pause_briefly();
+    std::vector<bool> is_own(missed_.size());
+    while (const auto m = work->take()) {
+      is_own[*m] = true;
+      compute(*m);
+    }
+    ahead_->withdraw();
+    // The drafts that other threads have begun. A step leaves out those of threads that are late.
+    const auto last_look = std::max(deadline, std::chrono::steady_clock::now() + kPatience);
+    for (std::size_t m = 0; m < work->taken(); ++m) {
+      if (is_own[m] || !wait_until([&] { return work->is_computed(m); }, last_look)) continue;
+      Request& request = *step.request(missed_[m].number);
+      const auto lock = lock_until(request, std::chrono::steady_clock::now() + kPatience);
+      if (!lock) continue;
+      write(request, step, missed_[m].number);
+      ++computed;
+    }
   }
-  counts_.computed += missing_.taken();
-  counts_.omitted += missed_.size() - missing_.taken();
-}
-
-std::size_t BatchStepper::max_length(const Request& request) {
-  return request.is_closed ? 0 : std::min(request.budget, request.limits.max_length(request.counts.generated));
+  increase(computed_, computed);
+  increase(omitted_, missed_.size() - computed);
 }
 
 void BatchStepper::prefetch_request(const Request* request) {
@@ -256,11 +313,12 @@ void BatchStepper::prefetch_drafts(Request* request) {
   if (request == nullptr) return;
   const std::unique_lock lock(request->mutex, std::try_to_lock);
   if (!lock || !request->is_prepared) return;
-  request->sets[request->last.set].prefetch_tokens(request->last.number);
-  request->sets[1 - request->last.set].prefetch_keys();
+  const auto tokens = request->tokens(request->last);
+  prefetch(tokens.first(std::min<std::size_t>(tokens.size(), 4)));
+  request->prepared.prefetch_keys();
 }
 
-bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
+bool BatchStepper::report(Request& request, const Step& step, std::size_t i, bool is_urgent) {
   if (request.is_closed) return false;
   const std::size_t place = step.place(i);
   const std::int64_t known = request.num_tokens();
@@ -277,12 +335,13 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
     throw std::invalid_argument("place " + std::to_string(place) + " has the token id " + std::to_string(*invalid) +
                                 "; token ids must not be negative");
   }
-  drafter_.settle(request);
+  drafter_.settle(request, is_urgent);
   request.budget = std::min(step.limits(i).budget, step.arrays.max_draft);
   request.min_survival = step.limits(i).min_survival;
-  const auto verified = static_cast<std::uint64_t>(std::min<std::int64_t>(step.verified[i], request.last.length));
+  request.token_gain = step.limits(i).token_gain;
+  const auto [verified, accepted] =
+      request.take_verification(step.num_tokens[place], static_cast<std::uint64_t>(step.verified[i]));
   request.counts.drafted += verified;
-  const auto accepted = std::min(verified, static_cast<std::uint64_t>(count - 1));
   request.counts.accepted += accepted;
   request.counts.generated += static_cast<std::uint64_t>(count);
   request.pending.assign(sampled.begin(), sampled.end());
@@ -290,6 +349,8 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
   request.pending_verified = static_cast<std::uint32_t>(verified);
   request.pending_accepted = static_cast<std::uint32_t>(accepted);
   request.is_own_pending = true;
+  request.length.store(0, std::memory_order_relaxed);
+  request.is_dropped.store(false, std::memory_order_relaxed);
   step.generated[i] = count;
   return true;
 }
@@ -297,38 +358,24 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
 bool BatchStepper::look_up(Request& request) {
   if (!request.is_prepared || request.pending.empty()) return false;
   const std::size_t accepted = request.pending.size() - 1;
-  const auto tokens = request.sets[request.last.set].tokens(request.last.number);
+  const auto tokens = request.tokens(request.last);
   if (accepted > tokens.size()) return false;
   for (std::size_t i = 0; i < accepted; ++i) {
     if (tokens[i].token != request.pending[i]) return false;
   }
-  const auto other = static_cast<std::uint8_t>(1 - request.last.set);
-  const std::uint32_t number = request.sets[other].find({accepted, request.pending.back()});
-  if (number == DraftSet::kNone) return false;
-  request.last = {.set = other, .number = number};
+  const std::uint32_t number = request.prepared.find({accepted, request.pending.back()});
+  if (number == PreparedDrafts::kNone) return false;
+  // The tokens are copied later, when there is time.
+  request.last = {.set = static_cast<std::uint8_t>(1 - request.last.set), .exists = true, .prepared = number};
   request.is_prepared = false;
   return true;
 }
 
-void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool is_found) {
-  const std::size_t limit = max_length(request);
-  if (limit == 0) {
-    if (!is_found) request.last = {.set = request.last.set};
-    request.is_prepared = false;
-    return;
-  }
-  if (!is_found) {
-    drafter_.append_pending(request);
-    drafter_.compute(request, limit + 1, request.min_survival, ahead_.has_value());
-  }
-  write(request, step, i, limit);
-}
-
-void BatchStepper::write(Request& request, const Step& step, std::size_t i, std::size_t limit) {
-  if (request.last.number == DraftSet::kNone) return;
+void BatchStepper::write(Request& request, const Step& step, std::size_t i) {
+  const std::size_t limit = request.max_length();
   const std::size_t place = step.place(i);
   const auto drafts = step.arrays.drafts.subspan(place * step.arrays.max_draft, step.arrays.max_draft);
-  const auto drafted = request.sets[request.last.set].tokens(request.last.number);
+  const auto drafted = request.tokens(request.last);
   std::size_t length = 0;
   double expected = 0.0;
   for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= request.min_survival; ++length) {
@@ -336,7 +383,7 @@ void BatchStepper::write(Request& request, const Step& step, std::size_t i, std:
     survivals_[i * step.arrays.max_draft + length] = drafted[length].survival;
     expected += drafted[length].survival;
   }
-  request.last.length = static_cast<std::uint32_t>(length);
+  request.length.store(static_cast<std::uint32_t>(length), std::memory_order_relaxed);
   step.arrays.lengths[place] = static_cast<std::int32_t>(length);
   step.expected[i] = expected;
 }
@@ -348,9 +395,9 @@ void BatchStepper::write_nothing(const Step& step, std::size_t i) {
   step.expected[i] = 0.0;
 }
 
-LookUpCounts BatchStepper::counts() {
-  const std::lock_guard lock(mutex_);
-  return counts_;
+LookUpCounts BatchStepper::counts() const {
+  return {found_.load(std::memory_order_relaxed), computed_.load(std::memory_order_relaxed),
+          omitted_.load(std::memory_order_relaxed)};
 }
 
 void BatchStepper::wait_idle() {

@@ -1,9 +1,11 @@
 // One step of a batch: what was sampled goes in, the drafts for the next step come out.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,10 +37,15 @@ struct BatchPlan {
   };
   std::shared_ptr<const RequestList> requests;  // null in rows that are not in use
   std::vector<Row> rows;
+  std::shared_ptr<const ValueOrder> order = std::make_shared<const ValueOrder>();  // set by sort()
   // Seconds that it takes to verify a number of draft tokens, which is the index; the last one also stands for more.
   std::vector<double> costs{0.0};
   bool shortens = false;                  // whether drafts are shortened so that all of them together gain most
   std::chrono::nanoseconds time_limit{};  // after which a step begins no draft
+  // If the drafts of a step gain no more seconds than this together, BatchStepper::keep_only() must follow.
+  double min_gain = -std::numeric_limits<double>::infinity();
+
+  void sort();  // call it after a change of `rows`
 };
 
 // The arguments of one step. The last two arrays are written.
@@ -77,12 +84,13 @@ struct LookUpCounts {
   std::uint64_t omitted = 0;
 };
 
-// Only one thread at a time makes a step; others wait. Without drafting ahead, the result does not depend on timing.
+// Only one thread at a time makes a step; others that want to make one wait. Without drafting ahead, the result does
+// not depend on timing.
 class BatchStepper {
  public:
   BatchStepper(RequestDrafter& drafter, const RequestTable& requests, WorkerPool& workers, bool draft_ahead)
       : drafter_(drafter), table_(requests), workers_(workers) {
-    if (draft_ahead) ahead_.emplace(drafter);
+    if (draft_ahead) ahead_.emplace(drafter, workers.size());
   }
 
   // Returns the requests of a plan. RequestTable::kNone in the plan stands for no request. Throws UnknownRequest for
@@ -92,8 +100,12 @@ class BatchStepper {
   // Requests without new tokens, and those that were closed, get no drafts. The shapes of the arguments must agree.
   // Throws std::invalid_argument if the engine's arrays are invalid; requests before the invalid one have been stepped.
   StepTotals step(const Step& step);
+  // Drops the drafts of the last step, except for that of request number `kept`, so that they are not verified. The
+  // arguments must be those of the step.
+  void keep_only(const EngineArrays& arrays, const BatchPlan& plan, std::span<const std::int64_t> rows,
+                 std::span<const std::int64_t> places, std::optional<std::size_t> kept);
 
-  LookUpCounts counts();
+  LookUpCounts counts() const;
   // Waits until all likely drafts are prepared.
   void wait_idle();
 
@@ -101,39 +113,41 @@ class BatchStepper {
   // The next two have the processor fetch what the look-up for a request reads. They do nothing without one.
   static void prefetch_request(const Request* request);
   static void prefetch_drafts(Request* request);
-  // The next four require the lock of the request, which is number i of the step.
-  // Notes the sampled tokens. Returns false if there are none.
-  bool report(Request& request, const Step& step, std::size_t i);
+  // The next three require the lock of the request, which is number i of the step.
+  // Notes the sampled tokens. Returns false if there are none. An urgent call never waits.
+  bool report(Request& request, const Step& step, std::size_t i, bool is_urgent);
   // Makes the prepared draft for what was sampled the last draft. Returns false if there is none.
   static bool look_up(Request& request);
-  // Drafts for a request and writes the result.
-  void draft(Request& request, const Step& step, std::size_t i, bool is_found);
-  void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
+  void write(Request& request, const Step& step, std::size_t i);
   static void write_nothing(const Step& step, std::size_t i);
+  // Leaves a request out whose lock another thread holds.
+  static void leave_out(Request& request, const Step& step, std::size_t i);
   // Returns the sums over all drafts, after they were shortened if the plan wants that.
   StepTotals total(const Step& step);
   // Shortens all drafts to the tokens that are worth most, so many that they gain most together.
   void shorten(const Step& step, StepTotals& totals);
-  // Returns the longest draft that the request may have now.
-  static std::size_t max_length(const Request& request);
+  void step_alone(const Step& step);
+  // Never waits longer than some microseconds for another thread, as the system may have suspended that thread.
   void step_ahead(const Step& step);
-  // Computes the drafts of missed_, as far as there is time, and leaves the others to the background thread.
-  void compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline);
+  // Computes the drafts of missed_, as far as there is time, and leaves the others to the background threads.
+  void compute_missing(const Step& step, TimePoint deadline);
 
   RequestDrafter& drafter_;
   const RequestTable& table_;
   WorkerPool& workers_;
-  std::mutex mutex_;  // guards the next five
+  std::mutex mutex_;  // guards the next three
   struct Missed {
     std::size_t number;  // of the request in the step
     bool is_prepared;    // whether drafts were prepared for it, but for other outcomes
     double token_gain;
   };
   std::vector<Missed> missed_;     // requests without a draft yet
-  std::vector<std::size_t> busy_;  // those whose lock the background thread held
+  std::vector<std::size_t> busy_;  // those whose lock another thread held
   std::vector<double> survivals_;  // of the draft tokens of each request, in as many places as the longest draft has
-  LookUpCounts counts_;
-  SharedWork missing_;  // computing the drafts of missed_
+  // See LookUpCounts. Only steps write them.
+  std::atomic<std::uint64_t> found_{0};
+  std::atomic<std::uint64_t> computed_{0};
+  std::atomic<std::uint64_t> omitted_{0};
   std::optional<DraftAhead> ahead_;
 };
 

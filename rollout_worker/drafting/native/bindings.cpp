@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -367,6 +369,18 @@ nb::tuple verification_counts(const das::SuffixIndex& index) {
   return nb::make_tuple(sources, positions);
 }
 
+// A request's lock, or that of the live texts of its problem, for tests of what others do while a thread holds it.
+struct RequestLock {
+  std::shared_ptr<das::Request> request;
+  std::unique_lock<std::mutex> lock;
+};
+
+RequestLock lock_of(const das::SuffixIndex& index, std::int64_t handle, bool live_texts) {
+  std::shared_ptr<das::Request> request = index.request(handle);
+  std::mutex& mutex = live_texts ? request->problem->live : request->mutex;
+  return {std::move(request), std::unique_lock(mutex, std::defer_lock)};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -403,6 +417,11 @@ NB_MODULE(_native, m) {
       });
 
   using released = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<RequestLock>(m, "RequestLock")
+      .def(
+          "__enter__", [](RequestLock& lock) { lock.lock.lock(); }, released())
+      .def("__exit__", [](RequestLock& lock, const nb::args&) { lock.lock.unlock(); });
+
   nb::class_<das::SuffixIndex>(m, "SuffixIndex")
       .def(
           "__init__",
@@ -453,7 +472,8 @@ NB_MODULE(_native, m) {
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)
-      .def("verification_counts", &verification_counts);
+      .def("verification_counts", &verification_counts)
+      .def("request_lock", &lock_of, nb::arg("handle"), nb::kw_only(), nb::arg("live_texts") = false);
 
   das::bind_batch(m);
 }

@@ -2,102 +2,140 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <span>
+#include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "request_drafter.hpp"
+#include "threads.hpp"
 
 namespace das {
 
-// Work that several threads share until a deadline: indices below `count`. One thread takes each of them.
-struct SharedWork {
-  std::function<void(std::size_t)> run;
-  std::size_t count = 0;
-  std::chrono::steady_clock::time_point deadline;
-  std::atomic<std::size_t> next{0};
+// The drafts that a step lacks. Several threads share them until a deadline; one thread takes each. The step does not
+// wait for a thread that is late. Such a thread still has this object, and at most computes a draft that the request
+// still lacks.
+class MissingDrafts {
+ public:
+  // The requests are given by their rows in the plan.
+  MissingDrafts(const RequestDrafter& drafter, std::shared_ptr<const RequestList> requests,
+                std::vector<std::uint32_t> rows, TimePoint deadline)
+      : deadline(deadline),
+        drafter_(drafter),
+        requests_(std::move(requests)),
+        rows_(std::move(rows)),
+        is_computed_(rows_.size()) {}
 
-  void take_all() {
-    while (std::chrono::steady_clock::now() < deadline) {
-      const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) return;
-      run(i);
-    }
-  }
-  // Returns how many indices were taken, the lowest ones.
-  std::size_t taken() const { return std::min(next.load(std::memory_order_relaxed), count); }
+  // Returns the number of a draft that no other thread has taken, or nothing after the deadline.
+  std::optional<std::size_t> take();
+  // Returns how many were taken, the lowest numbers.
+  std::size_t taken() const { return std::min(next_.load(std::memory_order_relaxed), rows_.size()); }
+  // Computes a draft, which then is the last one of its request. Waits for the request's lock.
+  void compute(std::size_t number);
+  bool is_computed(std::size_t number) const { return is_computed_[number].load(std::memory_order_acquire); }
+
+  const TimePoint deadline;
+
+ private:
+  const RequestDrafter& drafter_;
+  const std::shared_ptr<const RequestList> requests_;
+  const std::vector<std::uint32_t> rows_;
+  std::atomic<std::size_t> next_{0};
+  std::vector<std::atomic<bool>> is_computed_;
 };
 
-// A thread that works between two steps. It first learns from the tokens that the last step reported, appends them to
-// the live texts, and computes the drafts that the step had no time for. It then computes drafts for the outcomes of
-// the requests' last drafts, most likely first, until all are done or the next step interrupts it. It holds the lock of
-// one request at a time, for the duration of one draft. During the step, it helps to compute the drafts that are
-// missing, as its processor's caches hold what they need.
+// The order in which the requests of a plan are served.
+struct ValueOrder {
+  std::vector<std::uint32_t> rows;  // those whose tokens are worth most come first
+  double max_gain = 0.0;            // the highest token_gain
+};
+
+// Threads that work between two steps. They share the requests, beginning with those whose tokens are worth most. They
+// first learn from the tokens that the last step reported, append them to the live texts, and compute the drafts that
+// the step had no time for. They then compute drafts for the outcomes of the requests' last drafts, most valuable
+// first, until all are done or the next step interrupts them. A thread holds the lock of one request at a time, for the
+// duration of one draft. During the step, the threads help to compute the drafts that are missing, as their processors'
+// caches hold what they need.
+//
+// Only the thread that makes the steps may call start(), interrupt() and share(), none of which ever waits.
 class DraftAhead {
  public:
-  explicit DraftAhead(RequestDrafter& drafter) : drafter_(drafter) {}
+  DraftAhead(RequestDrafter& drafter, std::size_t threads);
   ~DraftAhead();
   DraftAhead(const DraftAhead&) = delete;
   DraftAhead& operator=(const DraftAhead&) = delete;
 
-  // Begins to work for the requests of a step. Some of them may be null. Does not wait.
-  void start(std::shared_ptr<const RequestList> requests);
-  // Has the thread stop after the draft that it is computing. Does not wait.
-  void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
-  // Shares work with the thread, if it is awake, and returns when all of it is done, or when the deadline has passed
-  // and nothing is being computed any more. `work` must live as long as this object.
-  void share(SharedWork& work);
-  // Waits until nothing is left to do.
+  // Begins to work for the requests of a step.
+  void start(std::shared_ptr<const RequestList> requests, std::shared_ptr<const ValueOrder> order);
+  // Has the threads stop after the drafts that they are computing.
+  void interrupt();
+  // Shares the drafts that a step lacks with the threads that are awake, until withdraw() is called.
+  void share(const std::shared_ptr<MissingDrafts>& missing);
+  void withdraw();
+  // Waits until nothing is left to do. Any thread may call it.
   void wait_idle();
 
  private:
   // An outcome that needs a draft.
   struct Task {
-    std::uint32_t tier;  // tasks of a lower tier are more likely
-    std::uint32_t request;
+    std::uint32_t number;  // of the request, in the order of the round
     Outcome outcome;
   };
+  // Tasks of a lower tier are worth more.
+  static constexpr std::size_t kTiers = 32;
 
-  void serve();
-  // Returns the number of the next round, or 0 if the thread is to end. Helps with shared work in the meantime.
-  std::uint32_t wait_for_round(std::uint32_t last);
-  void help();
-  bool is_over(std::uint32_t round) const {
-    return is_interrupted_.load(std::memory_order_relaxed) || round_.load(std::memory_order_relaxed) != round;
-  }
-  void work(const RequestList& requests, std::uint32_t round);
+  // The work between two steps.
+  struct Round {
+    Round(std::shared_ptr<const RequestList> requests, std::shared_ptr<const ValueOrder> order, std::uint32_t id)
+        : requests(std::move(requests)), order(std::move(order)), id(id) {}
+    // Returns null in a row that is not in use.
+    Request* request(std::uint32_t number) const { return (*requests)[order->rows[number]].get(); }
+
+    const std::shared_ptr<const RequestList> requests;
+    const std::shared_ptr<const ValueOrder> order;
+    const std::uint32_t id;
+    std::atomic<std::size_t> next{0};  // number of the next request, in this order
+    std::atomic<bool> is_over{false};
+  };
+
+  struct Helper {
+    Mailbox<Round> rounds;
+    Mailbox<MissingDrafts> missing;
+    std::atomic<std::uint32_t> last_done{0};  // id of the last round that is over
+    // The next three belong to the thread.
+    std::vector<std::uint32_t> requests;  // numbers of those that it has taken, and that need drafts
+    std::array<std::vector<Task>, kTiers> tasks;
+    std::vector<Token> successors;
+    std::thread thread;
+  };
+
+  void serve(Helper& helper);
+  static void help(Helper& helper);
+  void work(Round& round, Helper& helper);
   // The next four require the request's lock.
-  // Appends the outcomes of a request's last draft to tasks_.
-  void add_tasks(const Request& request, std::uint32_t number);
-  void add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability);
+  // Appends the outcomes of a request's last draft to the tasks.
+  void add_tasks(const Request& request, std::uint32_t number, double value, Helper& helper) const;
+  static void add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability, double value,
+                       Helper& helper);
   // Appends outcomes that no occurrence of the last draft proposes, and that were not prepared yet: the tokens that
   // follow `limit` occurrences in the history. Returns false if the last draft has fewer than `accepted` tokens, or if
   // they are unlikely to be accepted, so that there is nothing to add for larger numbers either.
-  bool add_rare_tasks(const Request& request, std::uint32_t number, std::size_t accepted, std::size_t limit);
+  bool add_rare_tasks(const Request& request, std::uint32_t number, double value, std::size_t accepted,
+                      std::size_t limit, Helper& helper) const;
   void prepare(Request& request, Outcome outcome) const;
-  void run_rare_tasks(const RequestList& requests, std::size_t limit, std::uint32_t round);
-  void run_tasks(const RequestList& requests, std::uint32_t round);
+  void run_rare_tasks(const Round& round, std::size_t limit, Helper& helper) const;
+  void run_tasks(const Round& round, Helper& helper) const;
 
   RequestDrafter& drafter_;
-  std::mutex mutex_;  // guards the next, and is held while round_ changes with it
-  std::shared_ptr<const RequestList> next_requests_;
-  std::atomic<std::uint32_t> round_{0};  // number of calls of start(); changed by the caller's thread
-  std::atomic<std::uint32_t> done_{0};   // the last round that is over
-  std::atomic<bool> is_interrupted_{false};
+  std::weak_ptr<Round> current_;         // the last one
+  std::atomic<std::uint32_t> round_{0};  // its id, which is the number of calls of start()
   std::atomic<bool> is_stopping_{false};
-  std::atomic<SharedWork*> shared_{nullptr};
-  std::atomic<bool> is_helping_{false};
-  // These belong to the thread.
-  std::vector<Task> tasks_;
-  std::vector<Token> successors_;
-  std::thread thread_;  // started by the first round
+  std::vector<std::unique_ptr<Helper>> helpers_;
 };
 
 }  // namespace das

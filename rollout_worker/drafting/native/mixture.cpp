@@ -119,7 +119,7 @@ std::uint8_t Mixture::vote_class(const Occurrence& occurrence, Baseline baseline
   return static_cast<std::uint8_t>(age_class * kRewardClasses + reward_class);
 }
 
-void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, DraftPosition& position,
+void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, Token given, DraftPosition& position,
                   std::span<std::uint8_t> voted) const {
   constexpr std::size_t kCandidates = DraftPosition::kCandidates;
   // By expert: the weighted votes for each candidate and in total, the number of votes, the probability mass that the
@@ -196,7 +196,7 @@ void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, D
       if (mass[e][k] > mass[top_expert][k]) top_expert = e;
     }
     position.mixed[k] = position.candidates[k] == kBoundary ? 0.0F : sum;
-    if (position.mixed[k] == 0.0F) continue;
+    if (position.mixed[k] == 0.0F || (given != kBoundary && position.candidates[k] != given)) continue;
     const float score = preference(position, k);
     if (score < best || (score == best && newest[top_expert][k] <= position.generation)) continue;
     best = score;
@@ -221,7 +221,7 @@ float Mixture::calibrated(const DraftPosition& position, std::size_t k) const {
 
 void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
                     std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
-                    std::pmr::vector<DraftPosition>& draft) const {
+                    std::span<const Token> given, std::pmr::vector<DraftPosition>& draft) const {
   std::uint16_t vote_classes = 0;
   for (Occurrence& occurrence : occurrences) {
     occurrence.vote_class = vote_class(occurrence, baseline);
@@ -235,7 +235,7 @@ void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline b
     position.index = static_cast<std::uint8_t>(std::min(index, kDistinctIndices - 1));
     position.has_several_classes = has_several_classes;
     position.previous = last;
-    mix(occurrences, index, position, voted);
+    mix(occurrences, index, index < given.size() ? given[index] : kBoundary, position, voted);
     if (position.token == kBoundary) {
       draft.pop_back();
       break;

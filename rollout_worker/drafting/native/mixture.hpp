@@ -181,10 +181,11 @@ class Mixture {
   // Appends up to `budget` positions after the token `last` to `draft`, given occurrences that are sorted by match
   // length, longest first. The draft ends after one of `stop_tokens`, or with the first token whose survival is below
   // `min_survival`. That token is not drafted, but the model learns from its position as well; otherwise an
-  // underestimated probability would never be corrected. Keeps in `occurrences` only those that propose the whole
-  // draft.
+  // underestimated probability would never be corrected. If tokens are `given`, these are drafted, as far as
+  // occurrences propose them. Keeps in `occurrences` only those that propose the whole draft.
   void draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline, std::span<const Token> stop_tokens,
-             std::size_t budget, double min_survival, std::pmr::vector<DraftPosition>& draft) const;
+             std::size_t budget, double min_survival, std::span<const Token> given,
+             std::pmr::vector<DraftPosition>& draft) const;
 
   // Returns the calibrated probability of one of the candidates at a position.
   float probability(const DraftPosition& position, std::size_t candidate) const {
@@ -226,8 +227,9 @@ class Mixture {
   static float prior(std::size_t bucket);
   float weight(std::size_t bucket) const;
   // Fills in a position from the tokens at `offset` after each occurrence. Sets voted[i] to the candidate of
-  // occurrence i, or to kCandidates if there are too many different tokens.
-  void mix(std::span<const Occurrence> occurrences, std::size_t offset, DraftPosition& position,
+  // occurrence i, or to kCandidates if there are too many different tokens. Chooses the best token, or `given`, unless
+  // that is kBoundary.
+  void mix(std::span<const Occurrence> occurrences, std::size_t offset, Token given, DraftPosition& position,
            std::span<std::uint8_t> voted) const;
   void learn_vote_classes(const DraftPosition& position, std::size_t actual);
   void update_vote(std::size_t vote_class);

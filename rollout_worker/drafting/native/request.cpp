@@ -21,13 +21,15 @@ Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, con
       prompt_tokens(static_cast<std::int64_t>(options.prompt.size())),
       limits(options.limits),
       pending(charge.counter().get()),
-      sets{DraftSet(charge.counter().get()), DraftSet(charge.counter().get())},
+      prepared(charge.counter().get()),
+      drafts{DraftRecord(charge.counter().get()), DraftRecord(charge.counter().get())},
       problem(std::move(pin)),
       sources(options.sources),
       problem_hash(das::problem_hash(problem.id())),
       stop_tokens(options.stop_tokens.begin(), options.stop_tokens.end(), charge.counter().get()),
       response(depth, charge.counter().get()),
       own_text(depth, charge.counter().get()),
+      live_backlog(charge.counter().get()),
       anchors(charge.counter().get()),
       token_sources(charge.counter().get()) {
   const auto all = options.prompt;
@@ -57,13 +59,32 @@ void Request::append_own(std::span<const Token> tokens, std::span<const Anchor> 
   if (prompt) own_text.push(tokens);
 }
 
-void Request::append_live(std::span<const Token> tokens) {
-  if (sources.siblings) {
-    const std::lock_guard writing(problem->live);
-    live_texts->texts.append(text_id, tokens);
-  } else if (sources.self) {
-    live_texts->texts.append(text_id, tokens);
+void Request::append_live(std::span<const Token> tokens, bool is_urgent) {
+  if (!live_texts) return;
+  std::unique_lock writing(problem->live, std::defer_lock);
+  if (sources.siblings && !is_urgent) writing.lock();
+  if (sources.siblings && is_urgent && !writing.try_lock()) {
+    live_backlog.insert(live_backlog.end(), tokens.begin(), tokens.end());
+    return;
   }
+  live_texts->texts.append(text_id, live_backlog);
+  live_backlog.clear();
+  live_texts->texts.append(text_id, tokens);
+}
+
+Request::Verification Request::take_verification(std::int64_t new_num_tokens, std::uint64_t newly_verified) {
+  if (left_out.num_tokens.load(std::memory_order_relaxed) > 0) {
+    const std::int32_t earlier = left_out.verified_at.load(std::memory_order_relaxed);
+    if (earlier > num_tokens()) {
+      new_num_tokens = std::min<std::int64_t>(new_num_tokens, earlier);
+      newly_verified = left_out.verified.load(std::memory_order_relaxed);
+    }
+    left_out.num_tokens.store(0, std::memory_order_relaxed);
+    left_out.verified.store(0, std::memory_order_relaxed);
+  }
+  const auto verified = std::min<std::uint64_t>(newly_verified, received().length);
+  // The step has also sampled a token after those that it has accepted.
+  return {verified, std::min(verified, static_cast<std::uint64_t>(new_num_tokens - num_tokens() - 1))};
 }
 
 void Request::close() {

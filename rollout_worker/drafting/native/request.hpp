@@ -23,28 +23,33 @@
 
 namespace das {
 
+// A token of a draft.
+struct DraftedToken {
+  double survival;  // the probability that it and all tokens before it are accepted
+  Token token;
+  Source source;  // the one that gives it the most probability mass
+};
+
 class TokenSources {
  public:
   using Code = std::uint8_t;
   // The code of a token that was sampled without an accepted draft token; that of an accepted draft token is 1 plus the
   // number of its source.
   static constexpr Code kSampled = 0;
-  static Code code_of(const DraftPosition& position) {
-    return static_cast<Code>(1 + static_cast<Code>(position.source()));
-  }
+  static Code code_of(Source source) { return static_cast<Code>(1 + static_cast<Code>(source)); }
 
   explicit TokenSources(std::pmr::memory_resource* memory) : codes_(memory) {}
 
   // Adds the tokens of a draft that were verified.
-  void add_verified(std::span<const DraftPosition> verified) {
-    for (const DraftPosition& position : verified) ++verified_[static_cast<std::size_t>(position.source())];
+  void add_verified(std::span<const DraftedToken> verified) {
+    for (const DraftedToken& token : verified) ++verified_[static_cast<std::size_t>(token.source)];
   }
   // Adds the accepted tokens of a draft. The first one is token number `first` of the response. The tokens between it
   // and those that were added before were sampled.
-  void add_accepted(std::span<const DraftPosition> accepted, std::size_t first) {
+  void add_accepted(std::span<const DraftedToken> accepted, std::size_t first) {
     if (accepted.empty()) return;
     codes_.resize(first, kSampled);
-    for (const DraftPosition& position : accepted) codes_.push_back(code_of(position));
+    for (const DraftedToken& token : accepted) codes_.push_back(code_of(token.source));
   }
 
   // The codes of the response's tokens up to the last accepted draft token.
@@ -69,32 +74,66 @@ struct Outcome {
   Token next = kBoundary;
 };
 
-// Stores drafts by the outcome after which they are used. What a look-up reads is small and stored together; positions
-// and anchors are read only later.
-class DraftSet {
+// Appends the tokens of the positions of one draft.
+inline void append_tokens(std::span<const DraftPosition> positions, std::pmr::vector<DraftedToken>& tokens) {
+  double survival = 1.0;
+  for (const DraftPosition& position : positions) {
+    survival *= position.probability;
+    tokens.push_back({survival, position.token, position.source()});
+  }
+}
+
+// A draft, and what the mixture learns from.
+struct DraftRecord {
+  explicit DraftRecord(std::pmr::memory_resource* memory) : tokens(memory), positions(memory) {}
+
+  std::span<const Anchor> anchors() const { return std::span(anchor_list).first(num_anchors); }
+  void clear() {
+    tokens.clear();
+    positions.clear();
+    num_anchors = 0;
+  }
+
+  std::pmr::vector<DraftedToken> tokens;
+  std::pmr::vector<DraftPosition> positions;  // of the first tokens; mostly of all of them
+  std::size_t num_anchors = 0;
+  std::array<Anchor, Mixture::kAnchors> anchor_list;
+};
+
+// Has the processor fetch objects that are stored together.
+template <class T>
+void prefetch(std::span<const T> objects) {
+  constexpr std::size_t kCacheLine = 64;
+  const auto* const bytes = reinterpret_cast<const char*>(objects.data());
+  for (std::size_t i = 0; i < objects.size_bytes(); i += kCacheLine) __builtin_prefetch(bytes + i);
+}
+
+// Stores drafts by the outcome after which they are used. Only their tokens are stored, since there are many drafts, of
+// which one is used. The memory is allocated once, so that its size is known.
+class PreparedDrafts {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
 
-  // A token of a draft, with the probability that it and all tokens before it are accepted.
-  struct DraftedToken {
-    Token token;
-    double survival;
-  };
+  explicit PreparedDrafts(std::pmr::memory_resource* memory) : keys_(memory), tokens_(memory) {}
 
-  explicit DraftSet(std::pmr::memory_resource* memory)
-      : keys_(memory), tokens_(memory), positions_(memory), anchors_(memory) {}
-
-  std::size_t num_positions() const { return positions_.size(); }
+  bool is_full() const { return keys_.size() == kMaxDrafts || tokens_.size() == kMaxTokens; }
   void clear() {
     keys_.clear();
     tokens_.clear();
-    positions_.clear();
-    anchors_.clear();
+  }
+  // Adds a draft for an outcome. If it does not fit, its last tokens are left out.
+  void add(Outcome outcome, std::span<const DraftedToken> draft) {
+    if (is_full() || outcome.accepted > kMaxAccepted) return;
+    keys_.reserve(kMaxDrafts);
+    tokens_.reserve(kMaxTokens);
+    keys_.push_back(
+        {outcome.next, static_cast<std::uint16_t>(outcome.accepted), static_cast<std::uint16_t>(tokens_.size())});
+    draft = draft.first(std::min(draft.size(), kMaxTokens - tokens_.size()));
+    tokens_.insert(tokens_.end(), draft.begin(), draft.end());
   }
 
-  // Has the processor fetch what a look-up reads. Likely outcomes come first.
-  void prefetch_keys() const { fetch(keys_.data(), std::min<std::size_t>(keys_.size(), 32)); }
-  void prefetch_tokens(std::uint32_t draft) const { fetch(tokens(draft).data(), 4); }
+  // Has the processor fetch the likeliest outcomes, which come first.
+  void prefetch_keys() const { prefetch(std::span<const Key>(keys_).first(std::min<std::size_t>(keys_.size(), 32))); }
 
   // Returns the number of the draft for an outcome, or kNone.
   std::uint32_t find(Outcome outcome) const {
@@ -103,57 +142,23 @@ class DraftSet {
     }
     return kNone;
   }
-
-  // Where Mixture::draft() appends positions; finish() makes those that were added since the last call a draft.
-  std::pmr::vector<DraftPosition>& writable_positions() { return positions_; }
-  std::uint32_t finish(Outcome outcome, std::span<const Anchor> anchors) {
-    const std::size_t first = tokens_.size();
-    double survival = 1.0;
-    for (std::size_t i = first; i < positions_.size(); ++i) {
-      survival *= positions_[i].probability;
-      tokens_.push_back({positions_[i].token, survival});
-    }
-    Anchors& stored = anchors_.emplace_back();
-    stored.count = anchors.size();
-    std::copy(anchors.begin(), anchors.end(), stored.list.begin());
-    keys_.push_back({outcome.next, static_cast<std::uint32_t>(outcome.accepted), static_cast<std::uint32_t>(first),
-                     static_cast<std::uint32_t>(tokens_.size() - first)});
-    return static_cast<std::uint32_t>(keys_.size() - 1);
-  }
-
-  // The next three return what belongs to one draft.
-  std::span<const DraftedToken> tokens(std::uint32_t draft) const { return part(tokens_, draft); }
-  std::span<const DraftPosition> positions(std::uint32_t draft) const { return part(positions_, draft); }
-  std::span<const Anchor> anchors(std::uint32_t draft) const {
-    return std::span(anchors_[draft].list).first(anchors_[draft].count);
+  std::span<const DraftedToken> tokens(std::uint32_t draft) const {
+    const std::size_t end = draft + 1 < keys_.size() ? keys_[draft + 1].first : tokens_.size();
+    return std::span<const DraftedToken>(tokens_).subspan(keys_[draft].first, end - keys_[draft].first);
   }
 
  private:
+  static constexpr std::size_t kMaxDrafts = 512;
+  static constexpr std::size_t kMaxTokens = 1024;
+  static constexpr std::size_t kMaxAccepted = 0xFFFF;
   struct Key {
     Token next;
-    std::uint32_t accepted;
-    std::uint32_t first;
-    std::uint32_t count;
+    std::uint16_t accepted;
+    std::uint16_t first;  // of its tokens in tokens_
   };
-  struct Anchors {
-    std::size_t count;
-    std::array<Anchor, Mixture::kAnchors> list;
-  };
-  template <class T>
-  std::span<const T> part(const std::pmr::vector<T>& all, std::uint32_t draft) const {
-    return std::span(all).subspan(keys_[draft].first, keys_[draft].count);
-  }
-  template <class T>
-  static void fetch(const T* first, std::size_t count) {
-    constexpr std::size_t kCacheLine = 64;
-    const auto* const bytes = reinterpret_cast<const char*>(first);
-    for (std::size_t i = 0; i < count * sizeof(T); i += kCacheLine) __builtin_prefetch(bytes + i);
-  }
 
   std::pmr::vector<Key> keys_;
   std::pmr::vector<DraftedToken> tokens_;
-  std::pmr::vector<DraftPosition> positions_;
-  std::pmr::vector<Anchors> anchors_;
 };
 
 // The sources that a request searches for occurrences.
@@ -217,8 +222,12 @@ class RecentTokens {
     const auto last = tokens.last(std::min(tokens.size(), depth_));
     tokens_.insert(tokens_.end(), last.begin(), last.end());
   }
-  std::span<const Token> tokens() const {
-    return std::span<const Token>(tokens_).last(std::min(tokens_.size(), depth_));
+  std::span<const Token> tokens() const { return *tokens_before(0); }
+  // Returns the same as before the last `count` tokens were pushed at once, unless they were too many.
+  std::optional<std::span<const Token>> tokens_before(std::size_t count) const {
+    if (count > depth_) return std::nullopt;
+    const auto text = std::span<const Token>(tokens_).first(tokens_.size() - std::min(tokens_.size(), count));
+    return text.last(std::min(text.size(), depth_));
   }
 
  private:
@@ -227,53 +236,98 @@ class RecentTokens {
   std::pmr::vector<Token> tokens_;
 };
 
+// Steps since the last report that have left a request out, because another thread held its lock.
+struct LeftOutSteps {
+  std::atomic<std::int32_t> num_tokens{0};  // of prompt and response after them; 0: there were none
+  // The first of these steps that has verified tokens of the last draft: the number of tokens after it, and of these.
+  std::atomic<std::int32_t> verified_at{0};
+  std::atomic<std::uint32_t> verified{0};
+};
+
 struct Request {
   // The background thread indexes a long prompt, unless it is null.
   Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options,
           BackgroundThread* background);
 
-  // The next three require the lock.
+  // The next four require the lock.
   // Appends sampled tokens to the texts that only this request reads. The anchors of the draft before them replace the
   // current ones, unless there are none, since there may have been no match for some time.
   void append_own(std::span<const Token> tokens, std::span<const Anchor> new_anchors);
-  // Appends sampled tokens to the live texts.
-  void append_live(std::span<const Token> tokens);
+  // Appends sampled tokens to the live texts. If another thread writes to these, an urgent call leaves the tokens for
+  // the next one.
+  void append_live(std::span<const Token> tokens, bool is_urgent);
   // Releases what the request shares with its siblings.
   void close();
 
-  // A draft that the caller has received.
+  // A draft of the request.
   struct Drafted {
-    std::uint8_t set = 0;                    // its place in `sets`
-    bool is_counted = false;                 // whether its tokens are included in SourceCounts
-    std::uint32_t number = DraftSet::kNone;  // in the set; kNone: there is no draft
-    std::uint32_t length = 0;                // number of its positions that the caller received
-    std::uint32_t num_observed = 0;          // number of its positions that were compared with sampled tokens
+    std::uint8_t set = 0;        // its place in `drafts`
+    bool exists = false;         // whether there is a draft
+    bool is_counted = false;     // whether its tokens are included in SourceCounts
+    bool has_positions = false;  // whether its positions were computed; those of a prepared draft are later
+    std::uint32_t prepared = PreparedDrafts::kNone;  // its number in `prepared`, until its tokens are copied from there
+    std::uint32_t length = 0;        // number of its tokens that the caller received; for the last draft, see `length`
+    std::uint32_t num_observed = 0;  // number of its tokens that were compared with sampled tokens
   };
+  std::span<const DraftedToken> tokens(const Drafted& draft) const {
+    if (!draft.exists) return {};
+    return draft.prepared == PreparedDrafts::kNone ? drafts[draft.set].tokens : prepared.tokens(draft.prepared);
+  }
+  // Returns the last draft with its length. Requires the lock.
+  Drafted& received() {
+    last.length = std::min(length.load(std::memory_order_relaxed), static_cast<std::uint32_t>(tokens(last).size()));
+    return last;
+  }
+
+  // What the engine has verified of the last draft.
+  struct Verification {
+    std::uint64_t verified;
+    std::uint64_t accepted;
+  };
+  // Returns it for a step after which prompt and response have `new_num_tokens` tokens, or else for an earlier step
+  // that has left the request out, and forgets such steps. Requires the lock.
+  Verification take_verification(std::int64_t new_num_tokens, std::uint64_t newly_verified);
 
   Charge charge;
-  std::mutex mutex;  // guards all that is not const
+  std::mutex mutex;  // guards all that is neither const nor atomic
 
-  // Number of tokens of prompt and response. Requires the lock.
+  // Number of tokens of prompt and response that were reported. Requires the lock.
   std::int64_t num_tokens() const { return prompt_tokens + static_cast<std::int64_t>(counts.generated); }
+
+  // Number of tokens of the last draft that the engine verifies.
+  std::size_t verified_length() const {
+    return is_dropped.load(std::memory_order_relaxed) ? 0 : length.load(std::memory_order_relaxed);
+  }
+  // Returns the longest draft that the request may have now. Requires the lock, as the next does.
+  std::size_t max_length() const { return is_closed ? 0 : std::min(budget, limits.max_length(counts.generated)); }
+  // Number of tokens that were sampled in addition, in steps that have left the request out.
+  std::int64_t num_left_out() const {
+    return std::max<std::int64_t>(0, left_out.num_tokens.load(std::memory_order_relaxed) - num_tokens());
+  }
 
   // Each step reads the following, which is therefore stored together.
   const std::int64_t prompt_tokens;
-  std::size_t budget = 0;  // of the last step, like the next
+  std::size_t budget = 0;  // of the last step, like the next two
   double min_survival = 0.0;
+  double token_gain = 0.0;
   RequestCounts counts;  // `generated` is the length of the response
+  // The next three are written by steps, without the lock.
+  std::atomic<std::uint32_t> length{0};  // number of tokens of the last draft that the caller has received
+  std::atomic<bool> is_dropped{false};   // whether they are not verified
+  LeftOutSteps left_out;
   Drafted last;
   Drafted pending_draft;               // the draft that `pending` verifies
   std::uint32_t pending_verified = 0;  // number of its tokens that the engine has verified, until they are counted
   std::uint32_t pending_accepted = 0;  // and that it has accepted
   bool is_own_pending = false;         // whether append_own() is missing for `pending`
-  bool is_prepared = false;            // whether the other set has drafts for outcomes of the last one
+  bool is_prepared = false;            // whether `prepared` has drafts for outcomes of the last one
   bool is_closed = false;
   const DraftLimits limits;
   // Sampled tokens that have been reported, but were neither learned from nor appended to the live texts yet.
   std::pmr::vector<Token> pending;
-  // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
-  // for possible outcomes of the last one.
-  std::array<DraftSet, 2> sets;
+  PreparedDrafts prepared;
+  // The last draft, and the one before until that has been learned from.
+  std::array<DraftRecord, 2> drafts;
 
   ProblemPin problem;
   const Sources sources;
@@ -286,6 +340,7 @@ struct Request {
   // siblings.
   std::shared_ptr<SharedLiveTexts> live_texts;
   LiveTexts::TextId text_id = LiveTexts::kNoText;
+  std::pmr::vector<Token> live_backlog;  // tokens that are missing in the live texts
   std::pmr::vector<Anchor> anchors;
   TokenSources token_sources;
 };

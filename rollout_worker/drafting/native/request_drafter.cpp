@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 
 namespace das {
@@ -105,6 +106,9 @@ constexpr std::size_t kMinAnchorMatch = 4;
 // An anchor is followed for this many tokens.
 constexpr std::size_t kAnchorLifetime = 64;
 
+// Memory for at most this many positions is allocated before they are computed, so that none is in excess.
+constexpr std::size_t kReservedPositions = 64;
+
 }  // namespace
 
 void RequestDrafter::find_anchored(const TextEnd& end, const Segments& history, std::vector<Occurrence>& found) const {
@@ -179,36 +183,79 @@ Baseline RequestDrafter::baseline_of(const Request& request, const Segments& his
           request.problem->mean_reward.load(std::memory_order_relaxed)};
 }
 
-std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& end, std::size_t budget,
-                                        double min_survival, Outcome outcome, bool is_urgent, DraftSet& set) const {
+void RequestDrafter::add_positions(const Request& request, const TextEnd& end, const DraftOptions& options,
+                                   std::pmr::vector<DraftPosition>& positions, DraftRecord* record) const {
   thread_local std::vector<Occurrence> occurrences;
   // These keep the segments alive while their text is read.
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
-  find_occurrences(request, end, *history, pool.get(), is_urgent, occurrences);
+  find_occurrences(request, end, *history, pool.get(), options.is_urgent, occurrences);
   sort_by_match(occurrences);
-  std::array<Anchor, Mixture::kAnchors> anchors;
-  const std::size_t num_anchors = find_anchors(end.response_length, *history, occurrences, anchors);
-  mixture_.draft(occurrences, end.response.back(), baseline_of(request, *history), request.stop_tokens, budget,
-                 min_survival, set.writable_positions());
-  return set.finish(outcome, std::span(anchors).first(num_anchors));
+  if (record != nullptr) {
+    record->num_anchors = find_anchors(end.response_length, *history, occurrences, record->anchor_list);
+  }
+  mixture_.draft(occurrences, end.response.back(), baseline_of(request, *history), request.stop_tokens, options.budget,
+                 options.min_survival, options.given, positions);
 }
 
 void RequestDrafter::compute(Request& request, std::size_t budget, double min_survival, bool is_urgent) const {
   const auto other = static_cast<std::uint8_t>(1 - request.last.set);
-  DraftSet& set = request.sets[other];
-  set.clear();
+  DraftRecord& record = request.drafts[other];
+  record.clear();
+  record.positions.reserve(std::min(budget, kReservedPositions));
   request.is_prepared = false;
-  request.last = {.set = other,
-                  .number = add_draft(request, end_of(request), budget, min_survival, {}, is_urgent, set)};
+  add_positions(request, end_of(request), {budget, min_survival, is_urgent}, record.positions, &record);
+  append_tokens(record.positions, record.tokens);
+  request.last = {.set = other, .exists = true, .has_positions = true};
+}
+
+void RequestDrafter::compute_missing(Request& request, bool is_urgent) const {
+  const std::size_t limit = request.max_length();
+  if (limit == 0 || request.last.exists) return;
+  try {
+    append_pending(request);
+    compute(request, limit + 1, request.min_survival, is_urgent);
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+void RequestDrafter::recompute_positions(Request& request, Request::Drafted& drafted, const TextEnd& end) const {
+  thread_local std::vector<Token> given;
+  given.clear();
+  for (const DraftedToken& token : request.tokens(drafted)) given.push_back(token.token);
+  DraftRecord& record = request.drafts[drafted.set];
+  record.positions.clear();
+  record.positions.reserve(std::min(given.size(), kReservedPositions));
+  drafted.has_positions = true;
+  add_positions(request, end, {.budget = given.size(), .min_survival = 0.0, .given = given}, record.positions, &record);
+}
+
+void RequestDrafter::complete(Request& request) const {
+  Request::Drafted& last = request.last;
+  if (!last.exists) return;
+  if (!last.has_positions) recompute_positions(request, last, end_of(request));
+  if (last.prepared == PreparedDrafts::kNone) return;
+  const auto tokens = request.tokens(last);
+  request.drafts[last.set].tokens.assign(tokens.begin(), tokens.end());
+  last.prepared = PreparedDrafts::kNone;
+}
+
+void RequestDrafter::complete_pending(Request& request) const {
+  Request::Drafted& drafted = request.pending_draft;
+  if (!drafted.exists || drafted.has_positions) return;
+  const std::size_t appended = request.is_own_pending ? 0 : request.pending.size();
+  const auto response = request.response.tokens_before(appended);
+  const auto own_text = request.own_text.tokens_before(request.prompt ? appended : 0);
+  if (!response || !own_text) return;
+  recompute_positions(request, drafted,
+                      {*response, *own_text, request.counts.generated - request.pending.size(), request.anchors});
 }
 
 std::span<const Token> RequestDrafter::extended(const RecentTokens& text, const Request& request, std::size_t accepted,
                                                 Token next, std::vector<Token>& buffer) const {
   const auto tokens = text.tokens();
-  const auto drafted = request.sets[request.last.set].tokens(request.last.number).first(accepted);
   buffer.assign(tokens.begin(), tokens.end());
-  for (const DraftSet::DraftedToken& token : drafted) buffer.push_back(token.token);
+  for (const DraftedToken& token : request.tokens(request.last).first(accepted)) buffer.push_back(token.token);
   if (next != kBoundary) buffer.push_back(next);
   return std::span<const Token>(buffer).last(std::min(buffer.size(), depth_));
 }
@@ -216,13 +263,19 @@ std::span<const Token> RequestDrafter::extended(const RecentTokens& text, const 
 void RequestDrafter::prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const {
   thread_local std::vector<Token> response;
   thread_local std::vector<Token> own_text;
-  const auto anchors = request.sets[request.last.set].anchors(request.last.number);
+  thread_local std::pmr::vector<DraftPosition> positions;
+  thread_local std::pmr::vector<DraftedToken> tokens;
+  const auto anchors = request.drafts[request.last.set].anchors();
   TextEnd end{extended(request.response, request, outcome.accepted, outcome.next, response),
               {},
               request.counts.generated + outcome.accepted + 1,
               anchors.empty() ? std::span<const Anchor>(request.anchors) : anchors};
   if (request.prompt) end.own_text = extended(request.own_text, request, outcome.accepted, outcome.next, own_text);
-  add_draft(request, end, budget, min_survival, outcome, false, request.sets[1 - request.last.set]);
+  positions.clear();
+  add_positions(request, end, {budget, min_survival}, positions, nullptr);
+  tokens.clear();
+  append_tokens(positions, tokens);
+  request.prepared.add(outcome, tokens);
 }
 
 void RequestDrafter::find_successors(const Request& request, std::size_t accepted, std::size_t limit,
@@ -248,36 +301,33 @@ Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_sur
   if (request.is_closed) return {};  // another thread has closed it in the meantime
   budget = std::min(budget, request.limits.max_length(request.counts.generated));
   if (budget == 0) return {};
-  settle(request);
+  settle(request, false);
   compute(request, budget, min_survival, false);
-  const DraftSet& set = request.sets[request.last.set];
-  const auto positions = set.positions(request.last.number);
-  const auto tokens = set.tokens(request.last.number);
+  const DraftRecord& record = request.drafts[request.last.set];
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const Baseline baseline = baseline_of(request, *history);
   Draft draft;
-  for (std::size_t i = 0; i < positions.size() && tokens[i].survival >= min_survival; ++i) {
-    const DraftPosition& position = positions[i];
+  for (std::size_t i = 0; i < record.tokens.size() && record.tokens[i].survival >= min_survival; ++i) {
+    const DraftPosition& position = record.positions[i];
     const bool is_finished = position.source() == Source::history || position.source() == Source::cross_problem;
     draft.tokens.push_back({position.token, position.source(), position.probability,
                             is_finished ? baseline.age(position.generation) : -1});
   }
-  request.last.length = static_cast<std::uint32_t>(draft.tokens.size());
-  count_drafted(request, request.last);
-  if (!draft.tokens.empty()) draft.match_length = positions.front().match_length;
+  request.length.store(static_cast<std::uint32_t>(draft.tokens.size()), std::memory_order_relaxed);
+  count_drafted(request, request.received());
+  if (!draft.tokens.empty()) draft.match_length = record.positions.front().match_length;
   return draft;
 }
 
 void RequestDrafter::extend(Request& request, std::span<const Token> tokens) {
   const std::lock_guard lock(request.mutex);
   if (request.is_closed) return;  // another thread has closed it in the meantime
-  settle(request);
-  observe(request, request.last, tokens);
-  const auto anchors = request.last.number == DraftSet::kNone
-                           ? std::span<const Anchor>()
-                           : request.sets[request.last.set].anchors(request.last.number);
+  settle(request, false);
+  complete(request);
+  observe(request, request.received(), tokens);
+  const auto anchors = request.last.exists ? request.drafts[request.last.set].anchors() : std::span<const Anchor>();
   request.append_own(tokens, anchors);
-  request.append_live(tokens);
+  request.append_live(tokens, false);
   request.counts.generated += tokens.size();
   request.is_prepared = false;
 }
@@ -286,84 +336,97 @@ void RequestDrafter::append_pending(Request& request) const {
   if (!request.is_own_pending) return;
   request.is_own_pending = false;
   const Request::Drafted& drafted = request.pending_draft;
-  request.append_own(request.pending, drafted.number == DraftSet::kNone
-                                          ? std::span<const Anchor>()
-                                          : request.sets[drafted.set].anchors(drafted.number));
+  request.append_own(request.pending,
+                     drafted.has_positions ? request.drafts[drafted.set].anchors() : std::span<const Anchor>());
 }
 
-void RequestDrafter::settle(Request& request) {
+void RequestDrafter::settle(Request& request, bool is_urgent) {
   if (request.pending.empty() || request.is_closed) return;
+  if (!is_urgent) complete_pending(request);
   append_pending(request);
   count_drafted(request, request.pending_draft);
   count_verified(request);
   observe(request, request.pending_draft, request.pending);
-  request.append_live(request.pending);
+  request.append_live(request.pending, is_urgent);
   request.pending.clear();
 }
 
 void RequestDrafter::count_verified(Request& request) {
-  const std::size_t count = std::exchange(request.pending_verified, 0);
-  if (count == 0) return;
-  const Request::Drafted& drafted = request.pending_draft;
-  const auto verified = request.sets[drafted.set].positions(drafted.number).first(count);
-  verification_counts_.add(verified, request.pending_accepted);
-  request.token_sources.add_verified(verified);
-  request.token_sources.add_accepted(verified.first(request.pending_accepted),
-                                     request.counts.generated - request.pending.size());
+  count_verified(request, request.pending_draft, std::exchange(request.pending_verified, 0), request.pending_accepted,
+                 request.counts.generated - request.pending.size());
+}
+
+void RequestDrafter::count_verified(Request& request, const Request::Drafted& drafted, std::size_t verified,
+                                    std::size_t accepted, std::size_t first) {
+  if (verified == 0) return;
+  const auto tokens = request.tokens(drafted).first(verified);
+  verification_counts_.add(tokens, accepted);
+  request.token_sources.add_verified(tokens);
+  request.token_sources.add_accepted(tokens.first(accepted), first);
 }
 
 std::vector<TokenSources::Code> RequestDrafter::count_step(Request& request, std::size_t verified,
                                                            std::size_t accepted) {
   const std::lock_guard lock(request.mutex);
   std::vector<TokenSources::Code> codes;
-  verified = std::min<std::size_t>(verified, request.last.length);
-  if (verified == 0 || request.is_closed) return codes;
+  verified = std::min<std::size_t>(verified, request.received().length);
+  // After a step that has left the request out, there is no draft to verify.
+  if (verified == 0 || request.is_closed || request.num_left_out() > 0) return codes;
   accepted = std::min(accepted, verified);
-  const auto positions = request.sets[request.last.set].positions(request.last.number).first(verified);
+  const auto tokens = request.tokens(request.last).first(verified);
   request.counts.drafted += verified;
   request.counts.accepted += accepted;
-  verification_counts_.add(positions, accepted);
-  request.token_sources.add_verified(positions);
-  for (const DraftPosition& position : positions.first(accepted)) codes.push_back(TokenSources::code_of(position));
+  verification_counts_.add(tokens, accepted);
+  request.token_sources.add_verified(tokens);
+  for (const DraftedToken& token : tokens.first(accepted)) codes.push_back(TokenSources::code_of(token.source));
   return codes;
 }
 
 ClosedRequest RequestDrafter::close(Request& request) {
   const std::lock_guard lock(request.mutex);
   count_verified(request);
+  if (const std::int64_t count = request.num_left_out(); count > 0) {
+    const auto [verified, accepted] = request.take_verification(request.num_tokens() + count, 0);
+    count_verified(request, request.last, verified, accepted, request.counts.generated);
+    request.counts.drafted += verified;
+    request.counts.accepted += accepted;
+    request.counts.generated += static_cast<std::uint64_t>(count);
+  }
   request.close();
   const auto codes = request.token_sources.codes();
   return {request.counts, {codes.begin(), codes.end()}, request.token_sources.verified()};
 }
 
 void RequestDrafter::count_drafted(const Request& request, Request::Drafted& drafted) {
-  if (drafted.number == DraftSet::kNone || std::exchange(drafted.is_counted, true)) return;
-  for (const DraftPosition& position : request.sets[drafted.set].positions(drafted.number).first(drafted.length)) {
-    counters_[static_cast<std::size_t>(position.source())].drafted.fetch_add(1, std::memory_order_relaxed);
+  if (std::exchange(drafted.is_counted, true)) return;
+  for (const DraftedToken& token : request.tokens(drafted).first(drafted.length)) {
+    counters_[static_cast<std::size_t>(token.source)].drafted.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
 void RequestDrafter::observe(const Request& request, Request::Drafted& drafted, std::span<const Token> tokens) {
-  if (drafted.number == DraftSet::kNone) return;
-  const auto positions = request.sets[drafted.set].positions(drafted.number);
+  const auto draft = request.tokens(drafted);
+  std::span<const DraftPosition> positions;
+  if (drafted.has_positions) positions = request.drafts[drafted.set].positions;
   for (const Token token : tokens) {
-    if (drafted.num_observed == positions.size()) break;
+    if (drafted.num_observed == draft.size()) break;
     const std::size_t index = drafted.num_observed++;
-    const DraftPosition& position = positions[index];
-    mixture_.learn(position, token);
-    const bool is_accepted = position.token == token;
+    const bool is_known = index < positions.size();
+    if (is_known) mixture_.learn(positions[index], token);
+    const bool is_accepted = draft[index].token == token;
     if (index < drafted.length) {
-      Counters& counters = counters_[static_cast<std::size_t>(position.source())];
+      const Source source = draft[index].source;
+      Counters& counters = counters_[static_cast<std::size_t>(source)];
       counters.verified.fetch_add(1, std::memory_order_relaxed);
       if (is_accepted) counters.accepted.fetch_add(1, std::memory_order_relaxed);
     }
-    if (!is_accepted) drafted.num_observed = static_cast<std::uint32_t>(positions.size());
+    if (!is_accepted) drafted.num_observed = static_cast<std::uint32_t>(draft.size());
   }
 }
 
 std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::size_t length) {
   const std::lock_guard lock(request.mutex);
-  settle(request);
+  settle(request, false);
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
   std::vector<Occurrence> found;

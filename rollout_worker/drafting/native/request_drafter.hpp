@@ -28,9 +28,9 @@ class VerificationCounts {
   };
 
   // Counts the verified tokens of a draft. The first `accepted` of them were accepted.
-  void add(std::span<const DraftPosition> verified, std::size_t accepted) {
+  void add(std::span<const DraftedToken> verified, std::size_t accepted) {
     for (std::size_t i = 0; i < verified.size(); ++i) {
-      add(sources_[static_cast<std::size_t>(verified[i].source())], i < accepted);
+      add(sources_[static_cast<std::size_t>(verified[i].source)], i < accepted);
       add(positions_[std::min(i, kPositions - 1)], i < accepted);
     }
   }
@@ -109,13 +109,21 @@ class RequestDrafter {
   // The others require that the caller holds the request's lock.
   // Appends the reported tokens to the texts of the request itself, so that a draft can be computed.
   void append_pending(Request& request) const;
-  // Does all that is left to do for reported tokens: learns from them, and appends them to the live texts.
-  void settle(Request& request);
+  // Does all that is left to do for reported tokens: counts them, learns from them, and appends them to the live texts.
+  // An urgent call does not learn from a prepared draft whose positions were not computed yet, and leaves the tokens
+  // for the next call if another thread writes to the live texts.
+  void settle(Request& request, bool is_urgent);
   // Computes the draft of up to `budget` positions that follows the response. It becomes the last draft; the caller of
   // the index has received nothing of it yet. An urgent draft searches the pool, which takes most of the time, more
   // rarely.
   void compute(Request& request, std::size_t budget, double min_survival, bool is_urgent) const;
-  // Adds a draft for an outcome of the last draft to the other set.
+  // Computes the draft that follows the reported tokens, if the request may have one and has none yet. If there is no
+  // memory, it remains without a draft.
+  void compute_missing(Request& request, bool is_urgent) const;
+  // If the last draft was a prepared one, computes its positions, as far as its tokens are still proposed. The prepared
+  // drafts are not needed any more then.
+  void complete(Request& request) const;
+  // Prepares a draft for an outcome of the last draft.
   void prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const;
   // Finds the tokens that follow `limit` occurrences in the history, longest matches first, if the first `accepted`
   // tokens of the last draft are appended to the response.
@@ -154,14 +162,27 @@ class RequestDrafter {
   // Stores the positions of the longest matches, which become the next anchors, and returns their number.
   static std::size_t find_anchors(std::size_t response_length, const Segments& history,
                                   std::span<const Occurrence> found, std::array<Anchor, Mixture::kAnchors>& anchors);
-  // Adds the draft that follows a text to a set and returns its number.
-  std::uint32_t add_draft(const Request& request, const TextEnd& end, std::size_t budget, double min_survival,
-                          Outcome outcome, bool is_urgent, DraftSet& set) const;
+  // What a draft is computed for.
+  struct DraftOptions {
+    std::size_t budget;
+    double min_survival;
+    bool is_urgent = false;
+    std::span<const Token> given = {};  // see Mixture::draft
+  };
+  // Appends the positions of the draft that follows a text. Stores the next anchors in `record`, unless that is null.
+  void add_positions(const Request& request, const TextEnd& end, const DraftOptions& options,
+                     std::pmr::vector<DraftPosition>& positions, DraftRecord* record) const;
+  // Computes the positions of a draft that was prepared, and that follows `end`.
+  void recompute_positions(Request& request, Request::Drafted& drafted, const TextEnd& end) const;
+  // Does that for the draft that the pending tokens follow. Call it before these are appended to the live texts.
+  void complete_pending(Request& request) const;
   // Counts the tokens of a draft that the caller of the index has received, once.
   void count_drafted(const Request& request, Request::Drafted& drafted);
   // Counts the tokens of the pending draft that the engine has verified, once.
   void count_verified(Request& request);
-  // Compares sampled tokens with the positions of a draft, and learns from them.
+  void count_verified(Request& request, const Request::Drafted& drafted, std::size_t verified, std::size_t accepted,
+                      std::size_t first);
+  // Compares sampled tokens with those of a draft, and learns from them, as far as its positions are known.
   void observe(const Request& request, Request::Drafted& drafted, std::span<const Token> tokens);
 
   const std::size_t depth_;

@@ -63,7 +63,7 @@ StepTotals SuffixIndex::step(const Step& step) {
 std::int64_t SuffixIndex::num_tokens(Handle handle) {
   const std::shared_ptr<Request> request = requests_.find(handle);
   const std::lock_guard lock(request->mutex);
-  return request->num_tokens();
+  return request->num_tokens() + request->num_left_out();
 }
 
 std::vector<Draft> SuffixIndex::draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -32,8 +33,8 @@ class SuffixIndex {
  public:
   using Handle = RequestTable::Handle;
 
-  // `threads` threads draft for batches; the caller's thread is one of them. With `draft_ahead`, one more thread works
-  // between steps.
+  // `threads` threads draft for batches; the caller's thread is one of them. With `draft_ahead`, as many threads work
+  // between steps, and there should be a processor for each of them besides the caller's.
   SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits, bool draft_ahead);
 
   // Waits for eviction if the index exceeds its limit afterwards.
@@ -69,12 +70,17 @@ class SuffixIndex {
   std::shared_ptr<const RequestList> find_requests(std::span<const Handle> handles) {
     return stepper_.find_requests(handles);
   }
+  std::shared_ptr<Request> request(Handle handle) const { return requests_.find(handle); }
   std::int64_t num_tokens(Handle handle);  // of prompt and response
   std::vector<TokenSources::Code> count_step(Handle handle, std::size_t verified, std::size_t accepted) {
     return drafter_.count_step(*requests_.find(handle), verified, accepted);
   }
   StepTotals step(const Step& step);
-  LookUpCounts look_ups() { return stepper_.counts(); }
+  void keep_only(const EngineArrays& arrays, const BatchPlan& plan, std::span<const std::int64_t> rows,
+                 std::span<const std::int64_t> places, std::optional<std::size_t> kept) {
+    stepper_.keep_only(arrays, plan, rows, places, kept);
+  }
+  LookUpCounts look_ups() const { return stepper_.counts(); }
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
                            std::span<const double> min_survivals);
   std::vector<OccurrenceText> occurrences(Handle handle, std::size_t length);

@@ -94,7 +94,7 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
   }
   started_.notify_all();
   run_chunks();
-  spin_until([this] { return busy_.load(std::memory_order_relaxed) == 0; }, kSpin, threads_);
+  spin_until([this] { return busy_.load(std::memory_order_relaxed) == 0; }, kSpin);
   std::unique_lock lock(mutex_);
   finished_.wait(lock, [this] { return busy_ == 0; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -105,7 +105,7 @@ void WorkerPool::serve() {
   std::unique_lock lock(mutex_);
   while (true) {
     lock.unlock();
-    spin_until([&] { return stopping_ || round_.load(std::memory_order_relaxed) != last_round; }, kSpin, threads_ + 1);
+    spin_until([&] { return stopping_ || round_.load(std::memory_order_relaxed) != last_round; }, kSpin);
     lock.lock();
     started_.wait(lock, [&] { return stopping_ || round_ != last_round; });
     if (stopping_) return;

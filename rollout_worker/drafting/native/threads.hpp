@@ -1,6 +1,8 @@
-// Threads: waiting without giving up the processor, tasks in the background, and a pool that shares one task.
+// Threads: waiting without giving up the processor, passing objects without waiting, tasks in the background, and a
+// pool that shares one task.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -8,8 +10,10 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,23 +30,60 @@ inline void pause_briefly() {
 #endif
 }
 
-// Waits until is_done() returns true, for a limited time, and returns its last result. Returns at once if there are
-// fewer processors than `threads`, those that work at the same time, since one of them could not run in the meantime.
+using TimePoint = std::chrono::steady_clock::time_point;
+
+// Waits until is_done() returns true, or until a deadline, and returns its last result.
 template <class IsDone>
-bool spin_until(IsDone is_done, std::chrono::microseconds limit, std::size_t threads = 2) {
-  static const std::size_t processors = std::thread::hardware_concurrency();
+bool spin_until(IsDone is_done, TimePoint deadline) {
   if (is_done()) return true;
-  if (processors < threads) return false;
   constexpr int kPausesPerLook = 16;
-  const auto end = std::chrono::steady_clock::now() + limit;
   do {
     for (int i = 0; i < kPausesPerLook; ++i) {
       pause_briefly();
       if (is_done()) return true;
     }
-  } while (std::chrono::steady_clock::now() < end);
+  } while (std::chrono::steady_clock::now() < deadline);
   return is_done();
 }
+template <class IsDone>
+bool spin_until(IsDone is_done, std::chrono::microseconds limit) {
+  return spin_until(is_done, std::chrono::steady_clock::now() + limit);
+}
+
+// The same for longer times: after a while, gives other threads the processor in the meantime.
+template <class IsDone>
+bool wait_until(IsDone is_done, TimePoint deadline) {
+  constexpr std::chrono::milliseconds kSpin{1};
+  if (spin_until(is_done, std::min(deadline, std::chrono::steady_clock::now() + kSpin))) return true;
+  while (std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::yield();
+    if (is_done()) return true;
+  }
+  return false;
+}
+
+// Passes objects to another thread. Neither of the two ever waits for the other.
+template <class T>
+class Mailbox {
+ public:
+  Mailbox() = default;
+  ~Mailbox() { clear(); }
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // Replaces an object that was not taken yet.
+  void put(std::shared_ptr<T> object) { delete box_.exchange(new std::shared_ptr<T>(std::move(object))); }
+  void clear() { delete box_.exchange(nullptr); }
+  bool is_empty() const { return box_.load(std::memory_order_relaxed) == nullptr; }
+  // Returns null if there is none.
+  std::shared_ptr<T> take() {
+    const std::unique_ptr<std::shared_ptr<T>> object(box_.exchange(nullptr));
+    return object ? std::move(*object) : nullptr;
+  }
+
+ private:
+  std::atomic<std::shared_ptr<T>*> box_{nullptr};
+};
 
 class BackgroundThread {
  public:

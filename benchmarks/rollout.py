@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,6 +49,18 @@ POSITIONS = 8192
 """Context length of the models with random weights, in tokens."""
 MIN_SPEED, MIN_SPEED_LOWER_BOUND = 0.98, 0.95
 """Targets for the speed of ``das`` relative to ``none``: the median, and the lower bound of the median."""
+MIN_SPEED_BESIDE_NEIGHBOR = 0.97
+"""The target for the median beside a process that takes a core in bursts."""
+NEIGHBOR = """
+import random, time
+rng = random.Random(0)
+while True:
+    end = time.monotonic() + rng.uniform(0.3, 4.0)
+    while time.monotonic() < end:
+        sum(range(10_000))
+    time.sleep(rng.uniform(0.3, 4.0))
+"""
+"""The program of that process."""
 MIN_SPEED_267M = {1: 1.7, 4: 1.25, 8: 1.05}
 """By batch size: the target for the median with 267M parameters and a forced trace."""
 MIN_PAIRS_FOR_BOUND = 5
@@ -121,7 +135,12 @@ def lower_bound(ratios: Sequence[float], level: float = 0.05) -> float:
 
 
 def figures_of(
-    measurements: Sequence[Measurement], modes: Sequence[str], batches: Sequence[int], *, claim_267m: bool
+    measurements: Sequence[Measurement],
+    modes: Sequence[str],
+    batches: Sequence[int],
+    *,
+    claim_267m: bool,
+    beside_neighbor: bool = False,
 ) -> list[Figure]:
     """Compare the modes, using the sets of rollouts that all modes have produced.
 
@@ -130,7 +149,9 @@ def figures_of(
         modes: the modes to compare.
         batches: the batch sizes.
         claim_267m: whether the targets for 267M parameters with a forced trace apply.
+        beside_neighbor: whether another process took a core in bursts.
     """
+    min_speed = MIN_SPEED_BESIDE_NEIGHBOR if beside_neighbor else MIN_SPEED
     by_key = {measurement.key: measurement for measurement in measurements}
     figures = []
     for batch in batches:
@@ -142,11 +163,13 @@ def figures_of(
         sets = [key for key in sets if all((mode, *key) in by_key for mode in modes)]
         if sets:
             by_mode = {mode: [by_key[mode, *key] for key in sets] for mode in modes}
-            figures += _figures_of_batch(by_mode, batch, claim_267m=claim_267m)
+            figures += _figures_of_batch(by_mode, batch, min_speed=min_speed, claim_267m=claim_267m)
     return figures
 
 
-def _figures_of_batch(by_mode: dict[str, list[Measurement]], batch: int, *, claim_267m: bool) -> list[Figure]:
+def _figures_of_batch(
+    by_mode: dict[str, list[Measurement]], batch: int, *, min_speed: float, claim_267m: bool
+) -> list[Figure]:
     figures = []
     seconds = {mode: np.array([measurement.seconds for measurement in of_mode]) for mode, of_mode in by_mode.items()}
     for mode, of_mode in by_mode.items():
@@ -167,7 +190,7 @@ def _figures_of_batch(by_mode: dict[str, list[Measurement]], batch: int, *, clai
         ratios = (seconds["none"] / seconds[mode]).tolist()
         target, bound_target = None, None
         if mode == "das":
-            target, bound_target = MIN_SPEED, MIN_SPEED_LOWER_BOUND
+            target, bound_target = min_speed, MIN_SPEED_LOWER_BOUND
             if claim_267m:
                 target = MIN_SPEED_267M.get(batch, target)
         name = f"speed of {case}"
@@ -273,9 +296,7 @@ async def measure(
                         for mode in order:
                             measurement = await runner.run(mode, batch, epoch, round_)
                             results.add(measurement)
-                            results.save(
-                                figures_of(results.measurements, modes, batches, claim_267m=_claims_267m(options))
-                            )
+                            results.save(_figures(options, results, modes, batches))
                             _print_progress(measurement)
                         if not options.full and time.monotonic() - started > 60 * options.minutes:
                             return
@@ -289,6 +310,29 @@ def _print_progress(measurement: Measurement) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _figures(
+    options: argparse.Namespace, results: Results, modes: Sequence[str], batches: Sequence[int]
+) -> list[Figure]:
+    return figures_of(
+        results.measurements,
+        modes,
+        batches,
+        claim_267m=_claims_267m(options),
+        beside_neighbor=options.neighbor,
+    )
+
+
+@contextlib.contextmanager
+def _neighbor() -> Iterator[None]:
+    """Run the process that takes a core in bursts."""
+    process = subprocess.Popen([sys.executable, "-c", NEIGHBOR])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _claims_267m(options: argparse.Namespace) -> bool:
@@ -318,6 +362,9 @@ def main() -> None:
         action="store_true",
         help=f"measure {FULL_ROUNDS} rounds, however long they take; resumes from the file of --json",
     )
+    parser.add_argument(
+        "--neighbor", action="store_true", help="measure beside a process that takes a core in bursts of seconds"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     modes, batches = options.modes.split(","), [int(batch) for batch in options.batch.split(",")]
@@ -338,14 +385,15 @@ def main() -> None:
         "trace": None if options.trace is None else options.trace.name,
         "problems": options.problems,
         "epochs": options.epochs if options.trace is None else 1,
+        **({"neighbor": True} if options.neighbor else {}),
     }
     try:
         results = Results(options.json, settings, resume=options.full)
-        asyncio.run(measure(options, problems, results, batches))
+        with _neighbor() if options.neighbor else contextlib.nullcontext():
+            asyncio.run(measure(options, problems, results, batches))
     except ValueError as error:
         parser.error(str(error))
-    figures = figures_of(results.measurements, modes, batches, claim_267m=_claims_267m(options))
-    report(options.json, figures, **results.details())
+    report(options.json, _figures(options, results, modes, batches), **results.details())
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class IndexDrafter:
         self._text, self._index = text, index
         self._policy = policy.make(lengths, overall_lengths)
         prior = H100_7B.with_experts(expert_share)
-        controller = DraftController(self._policy, prior, graph_tokens=CAPTURED_SIZES[-1], governed=governed)
+        controller = DraftController(self._policy, prior, graph_sizes=CAPTURED_SIZES, governed=governed)
         arrays = EngineArrays(text.token_ids, text.drafts, text.lengths)
         self._loop = DraftingLoop(index, controller, arrays, clock=clock)
         self._controller = controller
@@ -133,7 +133,7 @@ class IndexDrafter:
             return 0.0
         request_ids = [self._requests[place] for place in places.tolist()]
         self._index.wait_idle()  # so that drafts do not depend on how fast this machine is
-        self._loop.draft(request_ids, self._text.num_tokens, places, verified)
+        self._loop.draft(request_ids, self._text.num_tokens, places, verified, self._text.processed_tokens)
         self._loop.plan(request_ids)
         if self._loop.failures:
             raise RuntimeError(f"drafting has failed: {self._loop.last_failure}")

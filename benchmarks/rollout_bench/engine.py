@@ -75,6 +75,8 @@ class EngineText:
         """The drafts to verify in the next step, written by the drafter, shape (places, maximum draft length)."""
         self.lengths = np.zeros(places, np.int32)
         """Their lengths, written by the drafter, shape (places,)."""
+        self.processed_tokens = 0
+        """Number of tokens that the last step processed, those of prompts included."""
 
 
 class Drafter(Protocol):
@@ -349,6 +351,7 @@ class SimulatedEngine:
 
     def _advance_clock(self, active: Integers, lengths: Integers) -> None:
         tokens = int(np.where(self._unprocessed[active] > 0, self._unprocessed[active], lengths + 1).sum())
+        self.text.processed_tokens = tokens
         piecewise = self._settings.piecewise and bool((lengths != lengths[0]).any())
         forward_s = self._accelerator.forward_s(tokens, int(self.text.num_tokens[active].sum()), piecewise=piecewise)
         forward_s *= math.exp(self._noise.deviation * self._random.standard_normal())

@@ -186,17 +186,26 @@ class HistorySync:
         sink: HistorySink,
         *,
         vocabulary: int = 2**32 - 1,
+        statistics: DrafterStatistics | None = None,
         feedback_interval: float = FEEDBACK_INTERVAL_S,
     ) -> None:
         """Prepare the thread; nothing is read yet.
 
-        Rollouts with token ids outside *vocabulary*, which might crash the model, are skipped as unreadable.
+        Args:
+            store: the history.
+            sink: the index.
+            vocabulary: number of token ids. Rollouts with others, which might crash the model, are skipped as
+                unreadable.
+            statistics: what is reported and learned (default: that of the index).
+            feedback_interval: seconds between two reports.
         """
         self.counters = SyncCounters()
         self._store = store
         self._sink = sink
         self._vocabulary = vocabulary
-        self._feedback = DraftingFeedback(store, sink, interval=feedback_interval, on_failure=self._count_failure)
+        self._feedback = DraftingFeedback(
+            store, statistics or sink, interval=feedback_interval, on_failure=self._count_failure
+        )
         # State of the thread. The dictionaries contain problems that were read and not evicted since.
         self._cursors: dict[str, str] = {}
         self._generations: dict[str, set[int]] = {}

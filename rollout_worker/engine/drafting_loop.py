@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_NEVER = -1
 _MAX_CONSECUTIVE_FAILURES = 3
 """Number of failures without a success in between after which drafting is paused."""
 _PAUSE_STEPS = 1024
@@ -37,16 +36,16 @@ _MAX_DRAFTING_SHARE = 0.0125
 _TRACKED_REQUEST = np.dtype(
     [
         ("handle", np.int64),  # in the index
-        ("last_step", np.int64),  # number of the step after which it was last in the batch
         ("expected", np.float64),  # tokens of its last draft that are expected to be accepted
         ("budget", np.int64),  # maximum number of draft tokens in the next step
         ("min_survival", np.float64),  # survival below which the next draft ends
         ("token_gain", np.float64),  # seconds that an accepted token saves
         ("is_planned", np.bool_),  # whether the last three are set
+        ("has_decoded", np.bool_),  # whether it was in an earlier step
     ]
 )
 """The state of a request, in the row of its rollout."""
-_FREE_ROW = (NO_HANDLE, _NEVER, 0.0, 0, 1.0, 0.0, False)
+_FREE_ROW = (NO_HANDLE, 0.0, 0, 1.0, 0.0, False, False)
 
 
 class EngineArrays(NamedTuple):
@@ -71,7 +70,6 @@ class EngineArrays(NamedTuple):
 class _Unobserved(NamedTuple):
     """A step that the policy has not learned from yet."""
 
-    number: int
     rows: Integers
     """Row of each request; -1 for those that are not followed."""
     num_tokens: NDArray[np.int32]
@@ -79,6 +77,8 @@ class _Unobserved(NamedTuple):
     verified: Integers
     seconds: float | None
     """Time since the step before; None if it is unknown."""
+    processed_tokens: int
+    """Number of tokens that the step processed."""
     drafts: int
     """Number of drafts that were made after the step."""
 
@@ -309,7 +309,12 @@ class DraftingLoop:
         return False
 
     def draft(
-        self, request_ids: list[str], num_tokens: NDArray[np.int32], places: Integers, verified: Integers
+        self,
+        request_ids: list[str],
+        num_tokens: NDArray[np.int32],
+        places: Integers,
+        verified: Integers,
+        processed_tokens: int = 0,
     ) -> None:
         """Write drafts for a batch, given the tokens that were just sampled, to the engine's arrays.
 
@@ -322,10 +327,12 @@ class DraftingLoop:
                 engine's batch. It must not change before the next call of :meth:`plan`.
             places: place of each request, shape (requests,).
             verified: number of draft tokens that the step verified, shape (requests,).
+            processed_tokens: number of tokens that the step processed. Those that are neither draft tokens nor the ones
+                before them belong to prompts. 0 means that the step has read no prompts.
         """
         started = self._clock()
         try:
-            self._draft(request_ids, num_tokens, places, verified, started)
+            self._draft(request_ids, num_tokens, places, verified, processed_tokens, started)
         except Exception as error:
             self._record_failure(error)
             self._arrays.lengths[places] = 0
@@ -345,6 +352,7 @@ class DraftingLoop:
         num_tokens: NDArray[np.int32],
         places: Integers,
         verified: Integers,
+        processed_tokens: int,
         started: float,
     ) -> None:
         if self._unobserved is not None:
@@ -360,7 +368,7 @@ class DraftingLoop:
         if not drafts and not self._batch.generated[: len(rows)].any():
             return  # No request has a new token.
         seconds = None if self._last_call is None else started - self._last_call
-        self._unobserved = _Unobserved(self.steps, rows, num_tokens, places, verified, seconds, drafts)
+        self._unobserved = _Unobserved(rows, num_tokens, places, verified, seconds, processed_tokens, drafts)
         if drafts and gain_s <= self._controller.min_gain_s:
             tokens = self._select(places, gain_s)
         self.proposed_tokens += tokens
@@ -397,7 +405,7 @@ class DraftingLoop:
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         if not len(rows):
             return
-        budgets = self._controller.compute_budgets(rows)
+        budgets = self._controller.compute_budgets(rows, len(self._batch_rows) or None)
         cost, tracked = self._controller.fit.cost, self._tracked
         tracked["budget"][rows] = budgets.tokens
         tracked["min_survival"][rows] = budgets.min_survivals
@@ -430,10 +438,13 @@ class DraftingLoop:
         rows, verified, expected = step.rows, step.verified, self._batch.expected[:count]
         num_tokens = step.num_tokens[step.places].astype(np.int64)
         self._context_tokens = int(num_tokens.sum())
+        # Of requests that are not followed, it is unknown what the step has done. Some that have ended do not matter.
+        if 2 * np.count_nonzero(rows == NO_ROW) > count:
+            seconds = None
         if not generated.all():
             chosen = np.flatnonzero(generated)
             rows, generated, verified = rows[chosen], generated[chosen], verified[chosen]
-            expected, num_tokens, seconds = expected[chosen], num_tokens[chosen], None
+            expected, num_tokens = expected[chosen], num_tokens[chosen]
         tracked = self._tracked
         last_expected = tracked["expected"][rows]
         tracked["expected"][rows] = expected
@@ -441,15 +452,20 @@ class DraftingLoop:
         in_step = np.minimum(generated, verified + 1)
         for index in np.flatnonzero(generated > in_step):
             self._controller.add_unobserved(int(rows[index]), int(generated[index] - in_step[index]))
-        # The step is timed if it decoded the same requests as the one before. A request that is new, or was preempted,
-        # had its prompt read in it.
-        last_steps = tracked["last_step"]
-        is_timed = bool((last_steps[rows] == step.number - 1).all())
-        last_steps[rows] = step.number
+        # If all requests are new, the engine may have waited for them.
+        if not tracked["has_decoded"][rows].any():
+            seconds = None
+        tracked["has_decoded"][rows] = True
         outcome = StepOutcome(
-            rows, in_step, verified, np.where(verified > 0, last_expected, 0.0), num_tokens - in_step, trial
+            rows,
+            in_step,
+            verified,
+            np.where(verified > 0, last_expected, 0.0),
+            num_tokens - in_step,
+            trial,
+            prompt_tokens=max(0, step.processed_tokens - len(rows) - int(verified.sum())),
         )
-        self._controller.observe_step(outcome, seconds if is_timed else None)
+        self._controller.observe_step(outcome, seconds)
 
     # Failures
 

@@ -71,7 +71,8 @@ class HistoryProposer:
         loop.guard(lambda: self._add(loop, new))
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         verified = np.fromiter(map(len, batch.spec_token_ids[:count]), np.int64, count)
-        loop.draft(batch.req_ids[:count], num_tokens_no_spec, np.arange(count), verified)
+        processed_tokens = int(self._runner.query_start_loc.np[count])
+        loop.draft(batch.req_ids[:count], num_tokens_no_spec, np.arange(count), verified, processed_tokens)
         loop.plan()
         if loop.num_requests > count:
             # A preempted request is still among vLLM's requests and stays tracked.

@@ -52,6 +52,8 @@ class SampledStep(NamedTuple):
     """Number of draft tokens that the step verified, shape (requests,)."""
     total_len: torch.Tensor
     """Number of tokens by row, on the host, shape (max_num_reqs,); valid after :meth:`wait`."""
+    processed_tokens: int
+    """Number of tokens that the step processed."""
     copied: torch.cuda.Event | None
 
     def wait(self) -> NDArray[np.int32]:
@@ -103,7 +105,10 @@ class HistorySpeculator(BaseSpeculator):
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
             rows = input_batch.idx_mapping_np.astype(np.int64)
-            self.sampled.append(SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, copied))
+            step = SampledStep(
+                input_batch.req_ids, rows, self.verified[rows], total_len, int(input_batch.num_tokens), copied
+            )
+            self.sampled.append(step)
             if self.on_launched is not None:
                 self.on_launched(input_batch.req_ids)
         return self._placeholders[: input_batch.num_reqs]
@@ -182,8 +187,7 @@ class DraftScheduling:
         planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         if (loop := self._loop) is not None:
             loop.guard(lambda: self._follow(loop, scheduler_output))
-            if planned:
-                loop.guard(lambda: self._draft(loop, planned))
+            loop.guard(lambda: self._draft(loop, planned))
         self._verified[:] = 0
         if not planned:
             return scheduler_output
@@ -242,16 +246,22 @@ class DraftScheduling:
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.
 
-        It waits for the steps that sampled them, and not for later ones, which the pipeline still runs.
+        It waits for the steps that sampled them, and not for later ones, which the pipeline still runs. A step is timed
+        if each planned step waits for one.
         """
         sampled, wanted = self._runner.speculator.sampled, planned.keys()
         due = [number for number, step in enumerate(sampled, 1) if not wanted.isdisjoint(step.request_ids)]
-        for _ in range(max(due, default=0)):
+        count = max(due, default=0)
+        if count != 1:
+            loop.interrupt_timing()
+        for _ in range(count):
             step = sampled.popleft()
             self._lengths[step.rows] = 0
             if loop.skip_step():
                 continue
-            loop.draft(step.request_ids, step.wait(), step.rows, step.verified)
+            loop.draft(step.request_ids, step.wait(), step.rows, step.verified, step.processed_tokens)
+            if count > 1:
+                loop.interrupt_timing()  # The next step has ended meanwhile.
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

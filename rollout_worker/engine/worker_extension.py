@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
+    from rollout_worker.policy.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -206,10 +207,10 @@ class DraftingExtension(EngineExtension):
         from rollout_store.runtime.control_groups import usable_cores
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
+        from rollout_worker.engine.learned_state import LearnedState
         from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
-        from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if self._das_uses_v2:
             scheduling = self._das_scheduling = self._das_schedule_drafts()
@@ -227,20 +228,20 @@ class DraftingExtension(EngineExtension):
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
         model_config = self.model_runner.model_config
-        vocabulary = model_config.get_vocab_size()
-        self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary)
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
         limits = DraftLimits(config.max_draft_tokens, step_tokens)
-        experts = model_config.get_num_experts()
         is_cpu = self.device.type == "cpu"
-        prior = CPU if is_cpu else H100_7B
         self._das_controller = DraftController(
             make_policy(config.policy, limits),
-            prior.with_experts(model_config.get_num_experts_per_tok() / experts if experts else 0.0),
-            graph_tokens=0 if is_cpu else self.model_runner.compilation_config.max_cudagraph_capture_size or 0,
+            self._das_predicted_step_cost(),
+            graph_sizes=() if is_cpu else self.model_runner.compilation_config.cudagraph_capture_sizes or (),
             governed=config.governed,
         )
+        weights = sum(parameter.numel() for parameter in self.model_runner.get_model().parameters())
+        learned = LearnedState(self._das_index, self._das_controller.governor, f"{weights} weights, {self._das_card()}")
+        vocabulary = model_config.get_vocab_size()
+        self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary, statistics=learned)
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:
@@ -252,6 +253,42 @@ class DraftingExtension(EngineExtension):
             self.model_runner.drafter.start(self.model_runner, self._das_loop, arrays)
         self._das_sync.start()
         return True
+
+    def _das_card(self) -> str:
+        import torch
+
+        return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
+    def _das_predicted_step_cost(self) -> StepCost:
+        """Predict the cost of steps until some were measured."""
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from rollout_worker.policy.hardware import ModelPart, predicted_step_cost
+        from rollout_worker.policy.step_cost import CPU
+
+        model_config = self.model_runner.model_config
+        experts = model_config.get_num_experts()
+        expert_share = model_config.get_num_experts_per_tok() / experts if experts else 0.0
+        if self.device.type == "cpu":
+            return CPU.with_experts(expert_share)
+        # Quantized weights of 4 bits are packed.
+        packed = {torch.int32: 8, torch.uint8: 2}
+        sizes = {
+            name: (parameter.numel() * parameter.element_size(), parameter.numel() * packed.get(parameter.dtype, 1))
+            for name, parameter in self.model_runner.get_model().named_parameters()
+        }
+        of_experts = [size for name, size in sizes.items() if ".experts." in name]
+        specs = [spec for spec in self.model_runner.get_kv_cache_spec().values() if isinstance(spec, FullAttentionSpec)]
+        part = ModelPart(
+            weight_bytes=sum(size for size, _ in sizes.values()),
+            weights=sum(count for _, count in sizes.values()),
+            kv_bytes_per_token=sum(spec.page_size_bytes / spec.block_size for spec in specs),
+            expert_bytes=sum(size for size, _ in of_experts),
+            expert_weights=sum(count for _, count in of_experts),
+            expert_share=expert_share,
+        )
+        return predicted_step_cost(self._das_card(), part)
 
     @property
     def _das_uses_v2(self) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from rollout_store.arrays import Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
-from rollout_worker.policy.governor import Governor, StepOutcome
-from rollout_worker.policy.step_cost import StepCost
+from rollout_worker.policy.governor import TRIAL_TOKENS, Governor, StepOutcome
+from rollout_worker.policy.step_cost import CudaGraphs, StepCost
 
 _STEPS_UNTIL_SKIPPING = 4
 """Number of consecutive steps without drafts after which steps are skipped."""
@@ -18,6 +19,18 @@ _STEPS_BETWEEN_SKIPS = 2
 """Number of steps that look for drafts between two series of skipped steps. It takes two to time a step."""
 _MAX_SKIPPED_STEPS = 16
 """Maximum number of consecutive steps that are skipped."""
+_FILLING_SURVIVAL_SHARE = 0.5
+"""Factor on the survival below which a draft ends if there are CUDA graphs.
+
+Tokens that do not pay are free where they replace padding. The others are removed when all drafts are known."""
+_ACCEPTANCE_WINDOW_STEPS = 32
+"""Number of steps with drafts over which a rollout's accepted tokens are averaged."""
+_FIRST_STEPS = 64
+"""Number of timed steps after which the fitted cost does not change much any more."""
+_CHANGED_COST = 0.1
+"""Change of the cost of a draft token for each rollout, as a share of a step, with which comparisons become invalid."""
+_PRIOR_ACCEPTANCE_STEPS = 8
+"""Number of such steps that the average of other rollouts counts as, for a new one."""
 _FIRST_STEPS_WITH_DRAFTS = 8
 """Number of steps with drafts that are measured even if the prior predicts a loss, because it may be wrong."""
 
@@ -61,7 +74,7 @@ class DraftController:
         policy: DraftPolicy,
         prior: StepCost,
         *,
-        graph_tokens: int = 0,
+        graph_sizes: Iterable[int] = (),
         governed: bool = True,
     ) -> None:
         """Create a controller without rollouts.
@@ -69,26 +82,33 @@ class DraftController:
         Args:
             policy: chooses the budgets.
             prior: cost model until steps were measured.
-            graph_tokens: number of tokens of the largest CUDA graph; 0 if there are none.
-                Drafts are shortened so that steps are not larger, because the host may take longer than the GPU then.
+            graph_sizes: sizes of the engine's CUDA graphs in tokens.
+                Drafts are shortened so that no step is larger than the largest, because the host may take longer than
+                the GPU then.
             governed: whether drafting is disabled where it does not pay.
         """
-        self.fit = CostFit(prior)
+        self.fit = CostFit(prior, CudaGraphs(graph_sizes))
         self.governor = Governor()
         self.timed_s = 0.0
-        """Seconds of all measured steps."""
+        """Seconds of decoding in all measured steps, that is, without reading prompts."""
         self.without_drafts_s = 0.0
         """Predicted seconds to generate the same tokens without drafts."""
         self.min_gain_s = -math.inf
         """Seconds that the next drafts must gain together to be verified; otherwise :meth:`select_trial` decides.
 
         The gain is what they are expected to save, minus the cost of verifying them."""
-        self._policy, self._governed, self._graph_tokens = policy, governed, graph_tokens
+        self._policy, self._governed = policy, governed
         self._backoff = IdleBackoff()
         self._generation: int | None = None
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
+        self._accepted_per_step, self._steps_with_drafts = Column(), Column()
+        """Average of each rollout's accepted tokens per step with drafts, and number of these steps."""
+        self._mean_accepted: float | None = None
+        """That average in the last batch."""
+        self._micro_batches, self._num_micro_batches = Column(), 0
+        """Number of the micro-batch that each rollout belongs to, from 1; 0 before its first step."""
         self.draft_costs_s = np.zeros(1)
         """Additional seconds of the next step with 0, 1, 2, … draft tokens, shape (tokens,)."""
 
@@ -97,6 +117,9 @@ class DraftController:
         row = self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
         self.governor.open(row)
         self._token_values_s.initialize(row, 0.0)
+        self._accepted_per_step.initialize(row, self._mean_accepted or 0.0)
+        self._steps_with_drafts.initialize(row, 0.0 if self._mean_accepted is None else _PRIOR_ACCEPTANCE_STEPS)
+        self._micro_batches.initialize(row, 0.0)
         return row
 
     def add_unobserved(self, row: int, tokens: int) -> None:
@@ -118,19 +141,23 @@ class DraftController:
         self.governor.count_step()
         return self._backoff.skip_step()
 
-    def compute_budgets(self, rows: Integers) -> DraftBudgets:
-        """Choose the draft budgets of the next step, and set :attr:`min_gain_s`.
+    def compute_budgets(self, rows: Integers, step_rollouts: int | None = None) -> DraftBudgets:
+        """Choose the draft budgets of the next steps, and set :attr:`min_gain_s`.
 
-        See :meth:`DraftPolicy.compute_budgets`.
+        See :meth:`DraftPolicy.compute_budgets`. A step decodes *step_rollouts* of the rollouts (default: all).
         """
-        cost = self.fit.cost
-        budgets = self._policy.compute_budgets(rows, cost)
+        cost, graphs = self.fit.cost, self.fit.graphs
+        rollouts = len(rows) if step_rollouts is None else step_rollouts
+        # With several micro-batches, a rollout shares c_base only with those of its own.
+        budgets = self._policy.compute_budgets(rows, cost._replace(base_s=cost.base_s * len(rows) / rollouts))
         self._token_values_s[rows] = budgets.token_values_s
-        self.draft_costs_s = cost.draft_costs(len(rows), int(budgets.tokens.sum()))
-        if budgets.shortens and len(rows) <= self._graph_tokens:
-            self.draft_costs_s[self._graph_tokens - len(rows) + 1 :] = math.inf
+        self.draft_costs_s = cost.draft_costs(rollouts, int(budgets.tokens.sum()), graphs)
+        if budgets.shortens and rollouts <= graphs.max_tokens:
+            self.draft_costs_s[graphs.max_tokens - rollouts + 1 :] = math.inf
+            budgets = budgets._replace(min_survivals=_FILLING_SURVIVAL_SHARE * budgets.min_survivals)
         if not self._governed:
             return budgets
+        self.governor.trial_cost = float(cost.draft_costs(rollouts, TRIAL_TOKENS)[-1]) / cost.step_time(rollouts, 0)
         if self.governor.is_reference_step:
             self.min_gain_s = math.inf
         else:
@@ -162,40 +189,85 @@ class DraftController:
             self.governor.count_step_with_drafts()
 
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
-        """Learn from the outcome of a step.
-
-        The duration is None if the step also did something else, such as reading a prompt.
-        """
+        """Learn from the outcome of a step. Its duration is None if it is unknown."""
         num_rollouts = len(step.rows)
         if not num_rollouts:
             return
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
         self.governor.observe_step(step, accepted)
+        micro_batch = self._find_micro_batch(step.rows)
         if seconds is None:
-            self.governor.observe_time(None)
+            self.governor.observe_time(None, micro_batch=micro_batch)
         else:
-            self._observe_time(step, accepted, num_rollouts, seconds)
+            self._observe_time(step, accepted, micro_batch, seconds)
 
-    def _observe_time(self, step: StepOutcome, accepted: Integers, num_rollouts: int, seconds: float) -> None:
-        drafted, context_tokens = int(step.drafted.sum()), int(step.context_tokens.sum())
+    def _find_micro_batch(self, rows: Integers) -> int:
+        """Return the number of the micro-batch that most rollouts of a step belong to, and let all belong to it.
+
+        If most rollouts are new, so is the micro-batch.
+        """
+        numbers, counts = np.unique(self._micro_batches[rows], return_counts=True)
+        largest = int(np.argmax(counts))
+        number = int(numbers[largest])
+        if number == 0 or 2 * counts[largest] <= len(rows):
+            self._num_micro_batches += 1
+            number = self._num_micro_batches
+        self._micro_batches[rows] = np.full(len(rows), float(number))
+        return number
+
+    def _saved_share(self, rows: Integers, accepted: Integers) -> float:
+        """Return the share of a step with drafts that its accepted tokens have saved the rollouts on average.
+
+        A rollout that accepts a tokens per step with drafts needs 1 + a times as many steps without drafts, so that an
+        accepted token saves 1 / (1 + a) of a step.
+        """
+        steps = self._steps_with_drafts[rows] + 1
+        usual = self._accepted_per_step[rows]
+        usual += (accepted - usual) / np.minimum(steps, _ACCEPTANCE_WINDOW_STEPS)
+        self._steps_with_drafts[rows], self._accepted_per_step[rows] = steps, usual
+        self._mean_accepted = float(usual.mean())
+        return float((accepted / (1.0 + usual)).mean())
+
+    def _observe_time(self, step: StepOutcome, accepted: Integers, micro_batch: int, seconds: float) -> None:
+        num_rollouts, drafted = len(step.rows), int(step.drafted.sum())
+        context_tokens, prompt_tokens = int(step.context_tokens.sum()), step.prompt_tokens
         is_uniform = bool((step.drafted == step.drafted[0]).all())
+        last_cost, graphs = self.fit.cost, self.fit.graphs
         is_representative = self.fit.observe(
-            TimedStep(num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0)
+            TimedStep(num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0, prompt_tokens)
         )
         cost = self.fit.cost
-        without_drafts_s = cost.step_time(num_rollouts, context_tokens)
+        if cost is not last_cost and self.fit.num_steps <= _FIRST_STEPS:
+            before, after = (
+                each.draft_costs(num_rollouts, num_rollouts)[-1] / each.step_time(num_rollouts, context_tokens)
+                for each in (last_cost, cost)
+            )
+            if abs(after - before) > _CHANGED_COST:
+                self.governor.forget_comparisons()
+        decoding_s = cost.step_time(num_rollouts, context_tokens, graphs=graphs)
+        without_drafts_s = cost.step_time(num_rollouts, context_tokens, prompt_tokens=prompt_tokens, graphs=graphs)
+        predicted_s = cost.step_time(
+            num_rollouts + drafted, context_tokens, has_drafts=drafted > 0, prompt_tokens=prompt_tokens, graphs=graphs
+        )
         # The machine is as slow with drafts as without.
-        slowness = seconds / cost.step_time(num_rollouts + drafted, context_tokens, has_drafts=drafted > 0)
-        self.timed_s += seconds
-        self.without_drafts_s += slowness * without_drafts_s * float(step.generated.sum()) / num_rollouts
-        saved_s = float((accepted * self._token_values_s[step.rows]).sum())
-        if step.trial is None or not drafted:
-            relative_time = seconds / without_drafts_s if is_representative else None
-            self.governor.observe_time(relative_time, saved_s / without_drafts_s if drafted else None)
+        slowness, reading_s = seconds / predicted_s, without_drafts_s - decoding_s
+        self.timed_s += slowness * (predicted_s - reading_s)
+        self.without_drafts_s += slowness * decoding_s * float(step.generated.sum()) / num_rollouts
+        # Drafting may be limited for some rollouts only. The step then has a trial beside other drafts.
+        if step.trial is None or not drafted or int(step.drafted[step.rows == step.trial.row].sum()) < drafted:
+            self.governor.observe_time(
+                (seconds - reading_s) / decoding_s if is_representative else None,
+                self._saved_share(step.rows, accepted) if drafted else None,
+                predicted_time=(predicted_s - reading_s) / decoding_s,
+                # The longer the prompts, the less certain is the time of decoding.
+                weight=(decoding_s / without_drafts_s) ** 2,
+                micro_batch=micro_batch,
+            )
             return
-        self.governor.observe_time(None)
+        self.governor.observe_time(None, micro_batch=micro_batch)
         cost = cost.linear_between(num_rollouts, drafted * step.trial.candidates)
+        saved_s = float((accepted * self._token_values_s[step.rows]).sum())
         self.governor.observe_trial(
             step.trial,
             without_drafts_s=without_drafts_s,

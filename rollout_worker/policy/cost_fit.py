@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_store.arrays import Floats
-from rollout_worker.policy.step_cost import StepCost, used_experts
+from rollout_worker.policy.step_cost import NO_GRAPHS, CudaGraphs, StepCost, used_experts
 
-_COEFFICIENTS = 5
-"""Number of fitted fields of :class:`StepCost`: all but the share of the experts."""
+_COEFFICIENTS = ("base_s", "per_token_s", "per_context_token_s", "drafting_s", "experts_s", "per_prompt_token_s")
+"""The fitted fields of :class:`StepCost`: all but the share of the experts."""
 _STEPS_PER_KIND = 64
 """Number of steps of each kind that are kept, so that frequent kinds do not displace rare ones."""
 _REFIT_INTERVAL_STEPS = 32
@@ -23,13 +23,17 @@ _HUBER_THRESHOLD = 1.5
 _PRIOR_WEIGHT = 0.1
 """Weight of each coefficient's prior, in equations that consist of that coefficient's term."""
 _USUAL_RELATIVE_ERROR = 0.07
-"""Typical relative error beyond which the weight of the priors grows with its square."""
+"""Typical relative error beyond which the weight of the priors grows with its cube.
+
+Few drafts are verified once they seem to cost more than they save, so that it would take long to notice an error."""
 _MIN_RELATIVE_ERROR = 0.01
 """Lower limit of the typical relative error."""
 _MIN_COEFFICIENT_SHARE = 0.01
 """Lower limit of a coefficient, as a share of its prior; it must not be 0, or drafts would appear to be free."""
 _DEFAULT_DRAFTING_SHARE = 0.02
 """Prior of c_draft as a share of c_base, where the prior does not contain it."""
+_IGNORED_FIRST_STEPS = 16
+"""Number of steps that are ignored because they are the first of their size, even if no other step was fitted yet."""
 _CLIP_FACTOR = 100
 """No step is taken to be more than so many times as fast as it was or as is usual, or it would outweigh all others."""
 
@@ -46,13 +50,15 @@ class TimedStep(NamedTuple):
     runner those for queries of different lengths, in V1 none that contain attention."""
     seconds: float
     has_drafts: bool = False
+    prompt_tokens: int = 0
+    """Number of tokens of prompts that the step read besides."""
 
 
 class _KeptSteps:
     """The newest steps of one kind, each with the step before it."""
 
     def __init__(self) -> None:
-        self._features = np.empty((_STEPS_PER_KIND, 2, _COEFFICIENTS))
+        self._features = np.empty((_STEPS_PER_KIND, 2, len(_COEFFICIENTS)))
         self._seconds = np.empty((_STEPS_PER_KIND, 2))
         self._count = 0
         """Number of steps that were added."""
@@ -76,28 +82,33 @@ class _KeptSteps:
 class CostFit:
     """Fits :class:`StepCost` to the observed steps.
 
-    A kind is a range of token counts between two powers of two, roughly as CUDA graphs are captured, together with
-    whether the step is uniform. The newest steps of each kind are kept and fitted periodically: by relative error,
-    because longer steps vary more, and robustly (Huber weights), because some steps wait for something else. Every
-    coefficient is positive. A coefficient about which the steps say nothing keeps its proportion to the others from the
-    prior.
+    A kind is a range of token counts between two powers of two, together with whether the step is uniform and whether
+    it reads prompts. The newest steps of each kind are kept and fitted periodically: by relative error, because longer
+    steps vary more, and robustly (Huber weights), because some steps wait for something else. Every coefficient is
+    positive. A coefficient about which the steps say nothing keeps its proportion to the others from the prior.
 
     A machine that also does something else is slow for seconds, and the kept steps are of different times. Each step is
     therefore also compared with the step before it: the model must predict their ratio. The typical errors of the
     durations and of the ratios determine how much either counts. On a quiet machine they count about equally. Beside a
     noisy neighbour, only the ratios do.
 
-    The first step with a given number of tokens is ignored, because it may prepare what later steps use. With vLLM 0.32
-    on CPUs, oneDNN then creates kernels, which took up to twice as long as the step itself.
+    The first step of each size is ignored, because it may prepare what later steps use. With vLLM 0.32 on CPUs, oneDNN
+    then creates kernels for the number of tokens, which took up to twice as long as the step itself. With CUDA graphs,
+    the size is that of the graph. If most steps are the first of their size, such work is no exception, and every
+    second one of them counts.
     """
 
-    def __init__(self, prior: StepCost) -> None:
+    def __init__(self, prior: StepCost, graphs: CudaGraphs = NO_GRAPHS) -> None:
         if min(prior[:3]) <= 0:
             raise ValueError(f"every coefficient of the prior must be positive except drafting_s, got {prior}")
         if prior.drafting_s <= 0:
             prior = prior._replace(drafting_s=_DEFAULT_DRAFTING_SHARE * prior.base_s)
+        if prior.per_prompt_token_s <= 0:
+            prior = prior._replace(per_prompt_token_s=prior.per_token_s)
         self.cost = prior
         """The fitted cost model."""
+        self.graphs = graphs
+        """The engine's CUDA graphs, to whose sizes steps are padded."""
         self.median_relative_error = 0.0
         """Median relative error of the steps that were fitted."""
         self.num_steps = 0
@@ -105,10 +116,12 @@ class CostFit:
         self.num_steps_with_drafts = 0
         """Number of those with drafts."""
         # c_draft and c_experts are measured in units of the prior's c_base, which is known well after a few steps.
-        self._units = np.array(prior._replace(drafting_s=prior.base_s, experts_s=prior.base_s)[:_COEFFICIENTS])
-        self._prior = np.array(prior[:_COEFFICIENTS]) / self._units
-        self._seen_token_counts: set[int] = set()
-        self._steps: dict[tuple[int, bool], _KeptSteps] = {}
+        self._units = _coefficients(prior._replace(drafting_s=prior.base_s, experts_s=prior.base_s))
+        self._prior = _coefficients(prior) / self._units
+        self._seen_sizes: set[int] = set()
+        self._num_ignored = 0
+        """Number of steps that were ignored because they were the first of their size."""
+        self._steps: dict[tuple[int, bool, bool], _KeptSteps] = {}
         self._last: tuple[Sequence[float], float] | None = None
         """Features and duration of the last step."""
 
@@ -118,21 +131,33 @@ class CostFit:
         Returns:
             Whether the step's duration is representative of such steps.
         """
-        is_first = step.tokens not in self._seen_token_counts
-        self._seen_token_counts.add(step.tokens)
-        if is_first or step.seconds <= 0:
+        tokens = step.tokens + step.prompt_tokens
+        if self._is_to_ignore(tokens) or step.seconds <= 0:
             return False
-        used = used_experts(step.tokens, self.cost.expert_share)
-        features = (1.0, step.tokens, step.context_tokens, step.has_drafts, used)
+        padded = self.graphs.pad(tokens) - step.prompt_tokens
+        used = used_experts(tokens, self.cost.expert_share)
+        features = (1.0, padded, step.context_tokens, step.has_drafts, used, step.prompt_tokens)
         last_features, last_seconds = self._last or (features, step.seconds)
         self._last = features, step.seconds
-        kept = self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps())
+        kind = _power_of_two(tokens), step.is_uniform, step.prompt_tokens > 0
+        kept = self._steps.setdefault(kind, _KeptSteps())
         kept.add((features, last_features), (step.seconds, last_seconds))
         self.num_steps += 1
         self.num_steps_with_drafts += step.has_drafts
         if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
         return True
+
+    def _is_to_ignore(self, tokens: int) -> bool:
+        """Return whether a step of so many tokens is the first of its size, and such steps are exceptions."""
+        size = self.graphs.pad(tokens)
+        if 0 < self.graphs.max_tokens < tokens:
+            size = -_power_of_two(tokens)  # Kernels that do not belong to a graph are not prepared for one size alone.
+        is_first = size not in self._seen_sizes
+        self._seen_sizes.add(size)
+        is_to_ignore = is_first and self._num_ignored < self.num_steps + _IGNORED_FIRST_STEPS
+        self._num_ignored += is_to_ignore
+        return is_to_ignore
 
     def _fit(self) -> None:
         features = np.concatenate([kept.features for kept in self._steps.values()])
@@ -155,13 +180,18 @@ class CostFit:
             typical = np.maximum(_MIN_RELATIVE_ERROR, 1.48 * np.median(errors, axis=1, keepdims=True))
             huber = np.minimum(1.0, _HUBER_THRESHOLD * typical / np.maximum(errors, 1e-12))
             weights = (huber * (typical.min() / typical) ** 2).ravel()
-            prior_weight = _PRIOR_WEIGHT * max(1.0, (float(typical.min()) / _USUAL_RELATIVE_ERROR) ** 2)
-        self.cost = StepCost._make([*coefficients.tolist(), self.cost.expert_share])
+            prior_weight = _PRIOR_WEIGHT * max(1.0, (float(typical.min()) / _USUAL_RELATIVE_ERROR) ** 3)
+        self.cost = self.cost._replace(**dict(zip(_COEFFICIENTS, coefficients.tolist(), strict=True)))
         self.median_relative_error = float(np.median(errors[0]))
 
 
-def _kind(tokens: int, is_uniform: bool) -> tuple[int, bool]:
-    return (max(0, tokens - 1).bit_length(), is_uniform)
+def _coefficients(cost: StepCost) -> Floats:
+    return np.array([getattr(cost, name) for name in _COEFFICIENTS])
+
+
+def _power_of_two(tokens: int) -> int:
+    """Return the exponent of the smallest power of two that is not below *tokens*."""
+    return max(0, tokens - 1).bit_length()
 
 
 def _solve(features: Floats, values: Floats, weights: Floats, prior: Floats, prior_weight: float) -> Floats:

@@ -6,6 +6,7 @@ If it has not paid for long, the engine is replaced by one without speculation.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.draft_policy import Column, DraftBudgets
 
 EXPLORATION_SHARE = 0.005
-"""Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would."""
-_TRIAL_TOKENS = 4
+"""Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would.
+
+It is also the share of the time that this may take."""
+TRIAL_TOKENS = 4
 """Maximum number of tokens of a trial: a draft that is made only to explore."""
 _MAX_SAVED_TRIALS = 4.0
 """Maximum number of trials in the saved exploration allowance, so that no burst follows a long pause."""
@@ -32,19 +35,40 @@ _STOP_LOSS, _RESUME_GAIN = 0.005, 0.01
 """Limits of the loss that disables drafting and of the gain that enables it, as shares of a step without drafts."""
 _MAX_TRIAL_GAIN = 0.5
 """Limit of the gain or loss of one trial, as the same share."""
-_SAVING_WINDOW_STEPS = 64
-"""Number of steps over which the value of the accepted tokens is averaged."""
+_SAVING_WINDOW_STEPS = 256
+"""Number of steps over which the saving is averaged."""
 _MAX_COMPARISONS = 256
 """Number of comparisons that are kept, the newest ones."""
 _MIN_COMPARISONS, _MIN_COMPARISONS_TO_STOP = 4, 12
 """Numbers of comparisons that are needed to know a gain at all, and for a loss to disable drafting."""
 _STANDARD_ERRORS = 2.5
 """A gain or loss must differ from 0 by this many standard errors, because steps vary more than drafts gain."""
-_MIN_DEVIATION = 0.1
-"""Lower limit of the deviation of a comparison, because a few may agree by chance."""
+_MEDIAN_ERROR = 1.25
+"""Standard error of a median, as a multiple of that of the mean of normally distributed values."""
+_MIN_DEVIATION, _MIN_DEVIATION_OF_FEW = 0.03, 0.1
+"""Lower limits of the deviation of a comparison. The second one applies to fewer comparisons than stop drafting, which
+may agree by chance."""
+_FEW_REFERENCES = 6.0
+"""Number of steps for reference with which the error is taken to be twice as large as with many.
+
+A few steps may be without the rare delays that others have."""
+_MIN_LOSS_ERROR = 1.2
+"""A loss that n steps for reference show must exceed this divided by n."""
+_MAX_DIFFERENCE = 1.0
+"""Limit of the difference of two steps, as a share of usual ones: one of them may have waited for something else."""
+_MIN_SCALE = 0.1
+"""Lower limit of the usual duration of steps, as a multiple of what is predicted."""
+_MAX_SHARE = 0.95
+"""Limit of the mean saving and of the mean difference, which are shares of a step with drafts."""
+_USUAL_STEPS = 6
+"""Number of steps with drafts that show how long steps are at the moment."""
+_MAX_MICRO_BATCHES = 16
+"""Number of micro-batches whose last steps are remembered. A pipeline has one for each of its stages."""
 _FIRST_REFERENCE_INTERVAL, _UNCERTAIN_REFERENCE_INTERVAL, _REFERENCE_INTERVAL = 2, 16, 256
 """One of so many steps with drafts is decoded without them: at first and while drafts seem to lose time, while it is
 uncertain whether they pay, and when it is certain that they do."""
+_KNOWN_REFERENCE_INTERVAL = 64
+"""Number of steps with drafts before the first such step of an engine, if an earlier one was certain."""
 _MIN_TRIALS_TO_RESUME = 8
 _FIRST_RETRY_STEPS = 256
 """Number of steps after which drafting is enabled again, whatever the trials have shown; it doubles with each stop."""
@@ -86,6 +110,53 @@ class StepOutcome(NamedTuple):
     """Number of tokens of prompt and response that attention read."""
     trial: Trial | None = None
     """:attr:`Governor.trial` after the drafts of this step were selected."""
+    prompt_tokens: int = 0
+    """Number of tokens of prompts that the step read besides."""
+
+
+class Gain(NamedTuple):
+    """What drafting gains, as the logarithm of the speed with drafts relative to that without."""
+
+    value: float
+    error: float
+    """By how much the value may be wrong; infinite while nothing was compared."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was compared."""
+        return self.error < math.inf
+
+
+_UNKNOWN = Gain(0.0, math.inf)
+
+
+class _MicroBatch:
+    """The last steps of the rollouts that an engine decodes together."""
+
+    def __init__(self) -> None:
+        self.last: tuple[bool, float, float] | None = None
+        """Whether the last step had drafts, its duration as a multiple of the predicted one, and its weight; None if
+        these are unknown."""
+        self.usual: deque[float] = deque(maxlen=_USUAL_STEPS)
+        """Durations of the last steps with drafts, as multiples of the predicted ones."""
+
+    def compare(self, has_drafts: bool, relative_time: float, weight: float) -> tuple[float, float] | None:
+        """Compare a step with the one before it; return None if both or neither had drafts.
+
+        Returns:
+            By how much the one with drafts was longer, as a share of a usual step with drafts, and the weight of that.
+        """
+        last, self.last = self.last, (has_drafts, relative_time, weight)
+        # The scale must not depend on the two steps, or steps that vary more would seem to be faster.
+        usual = list(self.usual) if has_drafts else list(self.usual)[:-1]
+        if has_drafts:
+            self.usual.append(relative_time)
+        if last is None or last[0] == has_drafts:
+            return None
+        with_drafts, without = (relative_time, last[1]) if has_drafts else (last[1], relative_time)
+        scale = max(statistics.median(usual) if usual else (with_drafts + without) / 2, _MIN_SCALE)
+        difference = min(max((with_drafts - without) / scale, -_MAX_DIFFERENCE), _MAX_DIFFERENCE)
+        return difference, min(weight, last[2])
 
 
 class Governor:
@@ -94,14 +165,18 @@ class Governor:
     - *Per rollout*: if fewer draft tokens are accepted than their probabilities predict, the rollout's survival
       threshold is raised in proportion. A rollout whose drafts are always rejected soon gets none.
     - *Per step*: drafts that are together not worth the cost of verifying any draft are not verified.
-    - *Per engine*: the value of the accepted tokens is compared with how much longer steps are than without
-      drafts. If this is a loss, all drafting is disabled. Enabling it again takes a greater gain, so
-      that the state does not oscillate.
+    - *Per engine*: the number of steps that the accepted tokens save is compared with how much longer steps are than
+      without drafts. If this is a loss, all drafting is disabled. Enabling it again takes a greater gain, so that the
+      state does not oscillate.
 
-    A machine that also does something else is slow for seconds, and then all steps are. Only steps that follow each
-    other are therefore compared, one with drafts and one without. If every step has drafts, some are decoded without
-    them for reference (:meth:`is_reference_step`). The median of the comparisons counts, because some fall on the
-    moment when the machine becomes slow.
+    A machine that also does something else is slow for seconds, and then all steps are. Only steps of the same
+    micro-batch that follow each other are therefore compared, one with drafts and one without. If every step has
+    drafts, some are decoded without them for reference (:meth:`is_reference_step`). Drafting is disabled if both the
+    mean and the median of the comparisons show a loss. Rare long delays affect only the mean, although they cost time,
+    and one kind of step may have more of them. Where the speed of the machine often changes, the mean is less certain.
+    The difference of two steps is limited, because some fall on such a change. Steps vary with their numbers of draft
+    tokens by more than drafts gain. Each is therefore divided by its predicted duration, so that the comparisons
+    measure only by how much the prediction is wrong, and the average prediction is added.
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
     would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
@@ -116,19 +191,31 @@ class Governor:
         """How often drafting was disabled."""
         self.trial_tokens = 0
         """Number of tokens of all trials."""
+        self.trial_cost = 0.0
+        """Duration that a trial adds to a step, as a share of a step without drafts."""
         self._exploration = exploration
         self._allowance_tokens = 0.0
         """Number of tokens that may be spent on trials now."""
+        self._allowance_steps = 0.0
+        """Time that may be spent on trials now, in steps without drafts."""
         self._engine_expected = self._engine_accepted = 0.0
         self._expected, self._accepted = Column(), Column()
         """Draft tokens of each rollout, with older ones weighted less."""
-        self._slower: deque[float] = deque(maxlen=_MAX_COMPARISONS)
-        """Logarithm of how many times as long a step took with drafts as without, in each comparison."""
-        self._mean_saving, self._steps = 0.0, 0
-        """Average value of a step's accepted tokens, as a share of a step without drafts, and its number of steps."""
-        self._last: tuple[bool, float] | None = None
-        """Whether the step before had drafts, and the logarithm of its relative duration; None if that is unknown."""
+        self.gain = self._median_gain = _UNKNOWN
+        """The measured gain, by the mean and by the median of the comparisons."""
+        self._slower: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARISONS)
+        """By how much drafts prolonged a step more than predicted in each comparison, as a share of a usual step with
+        drafts, and its weight."""
+        self._mean_saving, self._saving_variance, self._steps = 0.0, 0.0, 0
+        """Average and variance of the share of a step with drafts that its accepted tokens save, and its number of
+        steps."""
+        self._mean_predicted_time = 1.0
+        """Average predicted duration of a step with drafts, as a multiple of the one without."""
+        self._references = 0.0
+        """Number of steps for reference that the comparisons amount to, given their weights."""
+        self._micro_batches: OrderedDict[int, _MicroBatch] = OrderedDict()
         self._reference_interval, self._steps_to_reference = _FIRST_REFERENCE_INTERVAL, _FIRST_REFERENCE_INTERVAL
+        self._num_references = 0
         self._trials, self._mean_trial_gain = 0, 0.0
         self._disabled_steps = 0
         self.trial: Trial | None = None
@@ -150,9 +237,32 @@ class Governor:
     def retry(self) -> None:
         """Enable drafting, and judge it by the next steps alone."""
         self.drafting_disabled = False
-        self._slower.clear()
-        self._mean_saving, self._steps = 0.0, 0
+        self.forget_comparisons()
+        self._mean_saving, self._saving_variance, self._steps = 0.0, 0.0, 0
         self._reference_interval = self._steps_to_reference = _FIRST_REFERENCE_INTERVAL
+
+    def forget_comparisons(self) -> None:
+        """Measure the gain anew, because durations were predicted from another cost so far."""
+        self.gain = self._median_gain = _UNKNOWN
+        self._slower.clear()
+        self._micro_batches.clear()
+
+    def expect(self, gain: Gain) -> None:
+        """Expect the gain that an earlier engine has measured, so that fewer steps are needed for reference at first.
+
+        It does not count as a measurement of this engine.
+        """
+        if self._slower or gain.value <= 0:
+            return
+        is_certain = gain.value > gain.error
+        self._reference_interval = _KNOWN_REFERENCE_INTERVAL if is_certain else _UNCERTAIN_REFERENCE_INTERVAL
+        self._steps_to_reference = self._reference_interval
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is certain that drafting gains or loses time: mean and median agree, and one exceeds its error."""
+        gains = self.gain, self._median_gain
+        return gains[0].value * gains[1].value > 0 and any(abs(gain.value) > gain.error for gain in gains)
 
     @property
     def is_reference_step(self) -> bool:
@@ -165,25 +275,48 @@ class Governor:
             return
         self._steps_to_reference -= 1
         if self._steps_to_reference <= 0:
-            gain, error = self._gain()
-            if gain > error:
+            if self.is_certain and self.gain.value > 0:
                 self._reference_interval = min(4 * self._reference_interval, _REFERENCE_INTERVAL)
-            elif gain < 0:
+            elif max(self.gain.value, self._median_gain.value) < 0:
                 self._reference_interval = _FIRST_REFERENCE_INTERVAL
             else:
                 self._reference_interval = min(2 * self._reference_interval, _UNCERTAIN_REFERENCE_INTERVAL)
-            self._steps_to_reference = self._reference_interval
+            # Two micro-batches alternate, and each must have steps of both kinds.
+            self._num_references += 1
+            self._steps_to_reference = self._reference_interval + self._num_references % 2
 
-    def _gain(self) -> tuple[float, float]:
-        """Return the logarithm of the speed with drafts, relative to that without, and by how much it may be wrong."""
+    def _measure_gain(self) -> None:
+        """Set the gain by the mean and by the median of the comparisons."""
         if len(self._slower) < _MIN_COMPARISONS:
-            return 0.0, math.inf
-        slower = np.array(self._slower)
-        median = float(np.median(slower))
-        deviation = max(1.48 * float(np.median(np.abs(slower - median))), _MIN_DEVIATION)
-        # A step for reference is compared with two others, and the median varies more than the mean by a quarter.
-        error = _STANDARD_ERRORS * 1.25 * deviation / math.sqrt(len(slower) / 2)
-        return math.log1p(self._mean_saving) - median, error
+            return
+        slower, weights = np.array(self._slower).T
+        order = np.argsort(slower)
+        slower, weights = slower[order], weights[order] / weights.sum()
+        # A step for reference is compared with two others.
+        self._references = 1 / float(weights @ weights) / 2
+        mean, median = float(weights @ slower), _median(slower, weights)
+        self.gain = self._gain(mean, math.sqrt(weights @ (slower - mean) ** 2))
+        distances = np.abs(slower - median)
+        order = np.argsort(distances)
+        self._median_gain = self._gain(median, _MEDIAN_ERROR * 1.48 * _median(distances[order], weights[order]))
+
+    def _gain(self, slower: float, deviation: float) -> Gain:
+        """Return the gain if steps with drafts are longer than predicted by the share *slower*.
+
+        This is the mean of terms with the given *deviation*.
+        """
+        slower, saving = min(slower, _MAX_SHARE), min(self._mean_saving, _MAX_SHARE)
+        few = len(self._slower) < _MIN_COMPARISONS_TO_STOP
+        deviation = max(deviation, _MIN_DEVIATION_OF_FEW if few else _MIN_DEVIATION)
+        error = deviation / math.sqrt(self._references) / (1 - slower)
+        saving_error = math.sqrt(self._saving_variance / min(self._steps, _SAVING_WINDOW_STEPS)) / (1 - saving)
+        gain = math.log1p(-slower) - math.log(self._mean_predicted_time) - math.log1p(-saving)
+        return Gain(gain, _STANDARD_ERRORS * math.hypot(error, saving_error))
+
+    def _is_loss(self, gain: Gain) -> bool:
+        """Return whether a gain is certainly negative, although the steps for reference may lack rare delays."""
+        error = gain.error * (1 + _FEW_REFERENCES / self._references)
+        return gain.value + max(error, _MIN_LOSS_ERROR / self._references) < -_STOP_LOSS
 
     def limit(self, rows: Integers, budgets: DraftBudgets) -> DraftBudgets:
         """Reduce budgets to what drafting has justified, and choose a rollout for a trial if the allowance suffices."""
@@ -198,12 +331,12 @@ class Governor:
         survivals = np.where(below, raised, budgets.min_survivals)
         tokens = np.where((survivals > 1) | self.drafting_disabled, 0, budgets.tokens)
         survivals = np.minimum(survivals, 1.0)
-        if self._allowance_tokens >= _TRIAL_TOKENS:
+        if self._allowance_tokens >= TRIAL_TOKENS and self._allowance_steps >= self.trial_cost:
             candidates = np.flatnonzero((budgets.tokens > 0) & (below | self.drafting_disabled))
             if len(candidates):
                 place = self._next_turn(candidates)
                 self.trial = Trial(int(rows[place]), len(candidates))
-                tokens[place] = min(int(budgets.tokens[place]), _TRIAL_TOKENS)
+                tokens[place] = min(int(budgets.tokens[place]), TRIAL_TOKENS)
                 survivals[place] = budgets.min_survivals[place]
         return budgets._replace(tokens=tokens, min_survivals=survivals)
 
@@ -217,7 +350,7 @@ class Governor:
         if self.trial is not None:
             return next((int(place) for place in places if rows[place] == self.trial.row), None)
         place = self._next_turn(places)
-        if drafted[place] > self._allowance_tokens:
+        if drafted[place] > self._allowance_tokens or self._allowance_steps < self.trial_cost:
             return None
         self.trial = Trial(int(rows[place]), 1)
         return place
@@ -230,8 +363,9 @@ class Governor:
         """Record how many draft tokens of each rollout were accepted in one step, shape (rollouts,)."""
         rows, drafted, expected = step.rows, step.drafted, step.expected
         self._allowance_tokens = min(
-            self._allowance_tokens + self._exploration * int(step.generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
+            self._allowance_tokens + self._exploration * int(step.generated.sum()), _MAX_SAVED_TRIALS * TRIAL_TOKENS
         )
+        self._allowance_steps = min(self._allowance_steps + self._exploration, _MAX_SAVED_TRIALS * self.trial_cost)
         if not drafted.any():
             return
         self._engine_expected += float(expected.sum())
@@ -246,31 +380,49 @@ class Governor:
         if step.trial is not None:
             explored = int(drafted[rows == step.trial.row].sum())
             self._allowance_tokens -= explored
+            self._allowance_steps -= self.trial_cost
             self.trial_tokens += explored
 
-    def observe_time(self, relative_time: float | None, saving: float | None = None) -> None:
+    def observe_time(
+        self,
+        relative_time: float | None,
+        saving: float | None = None,
+        *,
+        predicted_time: float = 1.0,
+        weight: float = 1.0,
+        micro_batch: int = 0,
+    ) -> None:
         """Record the duration of a step; disable drafting if it loses time.
 
         Args:
-            relative_time: duration of the step as a multiple of what is predicted without drafts; None if it is
+            relative_time: duration of the decoding as a multiple of what is predicted without drafts; None if it is
                 unknown, or not representative, or if its only draft was a trial.
-            saving: value of the accepted draft tokens, as a share of a step without drafts; None if nothing was
-                drafted.
+            saving: share of a step with drafts that the accepted tokens have saved; None if nothing was drafted.
+            predicted_time: the same duration as predicted with its drafts, if there are any.
+            weight: weight of the step in comparisons with others.
+            micro_batch: number of the micro-batch that the step decoded.
         """
-        last, self._last = self._last, None
-        if relative_time is None or relative_time <= 0 or self.drafting_disabled:
+        batch = self._micro_batches.setdefault(micro_batch, _MicroBatch())
+        if len(self._micro_batches) > _MAX_MICRO_BATCHES:
+            self._micro_batches.popitem(last=False)
+        if relative_time is None or self.drafting_disabled:
+            batch.last = None
             return
-        has_drafts = saving is not None
         if saving is not None:
             self._steps += 1
-            self._mean_saving += (saving - self._mean_saving) / min(self._steps, _SAVING_WINDOW_STEPS)
-        log_time = math.log(relative_time)
-        self._last = has_drafts, log_time
-        if last is None or last[0] == has_drafts:
+            newest, deviation = 1 / min(self._steps, _SAVING_WINDOW_STEPS), saving - self._mean_saving
+            self._mean_saving += newest * deviation
+            self._mean_predicted_time += newest * (predicted_time - self._mean_predicted_time)
+            relative_time /= predicted_time
+            self._saving_variance = (1 - newest) * (self._saving_variance + newest * deviation**2)
+        slower = batch.compare(saving is not None, relative_time, weight)
+        if slower is None:
             return
-        self._slower.append(log_time - last[1] if has_drafts else last[1] - log_time)
-        gain, error = self._gain()
-        if len(self._slower) >= _MIN_COMPARISONS_TO_STOP and gain + error < -_STOP_LOSS:
+        self._slower.append(slower)
+        self._measure_gain()
+        if len(self._slower) < _MIN_COMPARISONS_TO_STOP:
+            return
+        if self._is_loss(self.gain) and self._is_loss(self._median_gain):
             self.drafting_disabled = True
             self.num_stops += 1
             self._disabled_steps = 0
@@ -291,6 +443,11 @@ class Governor:
         self._mean_trial_gain += (gain - self._mean_trial_gain) / min(self._trials, 2 * _MIN_TRIALS_TO_RESUME)
         if self._trials >= _MIN_TRIALS_TO_RESUME and self._mean_trial_gain > _RESUME_GAIN:
             self.retry()
+
+
+def _median(values: Floats, weights: Floats) -> float:
+    """Return the weighted median of ascending values."""
+    return float(values[np.searchsorted(np.cumsum(weights), weights.sum() / 2)])
 
 
 class SpeculationCutoff:

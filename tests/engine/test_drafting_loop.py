@@ -21,6 +21,7 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.worker_extension import DraftingExtension
 from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits, Marginal, make_policy
+from rollout_worker.policy.governor import StepOutcome
 from rollout_worker.policy.step_cost import CPU
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread
@@ -247,6 +248,95 @@ def test_a_prefix_belongs_to_the_response() -> None:
     engine.step()
     counts = engine.take_counts("continued")
     assert (21 + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS) == (counts.generated, counts.accepted)
+
+
+class TimingController(DraftController):
+    """Records the prompt tokens and the duration of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(make_policy("fixed", DraftLimits(MAX_DRAFT_TOKENS, 1024)), CPU, governed=False)
+        self.observed: list[tuple[int, float | None]] = []
+
+    def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
+        self.observed.append((step.prompt_tokens, seconds))
+        super().observe_step(step, seconds)
+
+
+class TimedEngine:
+    """An engine whose requests sample one token per step, and each of whose steps takes a second."""
+
+    def __init__(self, places: int = 4) -> None:
+        self.controller = TimingController()
+        self._arrays = EngineArrays.create(np.zeros((places, 1000), np.int32), MAX_DRAFT_TOKENS)
+        self._num_tokens = np.zeros(places, np.int32)
+        self._now = 0.0
+        self._loop = DraftingLoop(SuffixIndex(), self.controller, self._arrays, clock=lambda: self._now)
+        self._unread = dict.fromkeys(range(places), 0)
+
+    def start(self, place: int, prompt_tokens: int = 10) -> None:
+        """Start a request, in place of an earlier one."""
+        self._loop.take_counts([str(place)])
+        prompt = list(range(prompt_tokens))
+        self._arrays.token_ids[place, :prompt_tokens] = prompt
+        self._num_tokens[place], self._unread[place] = prompt_tokens, prompt_tokens - 1
+        self._loop.add(str(place), DraftSettings(str(place), "problem", max_tokens=900), prompt, [])
+
+    def wait(self, seconds: float) -> None:
+        self._now += seconds
+
+    def step(self, *places: int, reads: int = 1000) -> tuple[int, float | None]:
+        """Run a step that reads at most *reads* prompt tokens; return what the controller observes."""
+        self._now += 1.0
+        processed = 0
+        for place in places:
+            read = min(self._unread[place], reads)
+            reads, self._unread[place] = reads - read, self._unread[place] - read
+            samples = self._unread[place] == 0
+            processed += read + samples
+            self._num_tokens[place] += samples
+        if not self._loop.skip_step():
+            request_ids = [str(place) if place in self._unread else "" for place in places]
+            verified = np.zeros(len(places), np.int64)
+            self._loop.draft(request_ids, self._num_tokens, np.array(places), verified, processed)
+            self._loop.plan()
+        return self.controller.observed[-1]
+
+
+def test_steps_that_read_prompts_are_timed() -> None:
+    engine = TimedEngine()
+    engine.start(0)
+    assert (9, None) == engine.step(0)
+    assert (0, 1.0) == engine.step(0)
+    engine.start(1, prompt_tokens=30)
+    assert (10, 1.0) == engine.step(0, 1, reads=10)
+    assert (19, 1.0) == engine.step(0, 1)
+    assert (0, 1.0) == engine.step(0, 1)
+    # A request takes the place of one that has ended.
+    engine.start(0)
+    assert (9, 1.0) == engine.step(0, 1)
+
+
+def test_a_step_is_not_timed_if_the_engine_may_have_waited_for_its_requests() -> None:
+    engine = TimedEngine()
+    engine.start(0)
+    engine.start(1)
+    for _ in range(3):
+        engine.step(0, 1)
+    engine.wait(60.0)
+    engine.start(0)
+    engine.start(1)
+    assert (18, None) == engine.step(0, 1)
+    assert (0, 1.0) == engine.step(0, 1)
+
+
+def test_steps_of_alternating_micro_batches_are_timed() -> None:
+    engine = TimedEngine()
+    for place in range(4):
+        engine.start(place)
+    engine.step(0, 1)
+    engine.step(2, 3)
+    for step in range(10):
+        assert (0, 1.0) == engine.step(*((0, 1), (2, 3))[step % 2])
 
 
 @pytest.mark.engine

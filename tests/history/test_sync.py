@@ -18,7 +18,7 @@ from rollout_store.history.maintenance.maintainer import HistoryMaintainer
 from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore, encode_drafter_state
-from rollout_store.history.sync import HistorySink, HistorySync
+from rollout_store.history.sync import DrafterStatistics, HistorySink, HistorySync
 from rollout_worker.drafting.index import SuffixIndex
 from tests.support.recording_sink import RecordingSink, name, names
 from tests.support.redis_servers import Server
@@ -38,10 +38,12 @@ def index() -> SuffixIndex:
 
 
 @contextmanager
-def running(url: str, sink: HistorySink, window: int = 2) -> Iterator[HistorySync]:
+def running(
+    url: str, sink: HistorySink, window: int = 2, statistics: DrafterStatistics | None = None
+) -> Iterator[HistorySync]:
     """Synchronize *sink* until the block ends."""
     store = HistoryStore(connect_history(url), KEYS, window=window)
-    syncing = HistorySync(store, sink, feedback_interval=0.1)
+    syncing = HistorySync(store, sink, statistics=statistics, feedback_interval=0.1)
     syncing.start()
     try:
         yield syncing
@@ -418,6 +420,15 @@ def test_drafter_state_is_saved_and_loaded_by_the_next_engine(sink: RecordingSin
         sync.announce([])
         assert sync.wait_ready(10)
         assert other.state == b"state 2"
+
+
+def test_the_learned_state_may_comprise_more_than_that_of_the_index(sink: RecordingSink, history_url: str) -> None:
+    store = HistoryStore(connect_history(history_url), KEYS, window=2)
+    statistics = RecordingSink()
+    sink.state, sink.verified_tokens = b"index", 1000
+    statistics.state, statistics.verified_tokens = b"index and gain", 1000
+    with running(history_url, sink, statistics=statistics):
+        wait_for(lambda: store.drafter_state() == b"index and gain", 10)
 
 
 @pytest.mark.parametrize("failure", [redis.ConnectionError("unreachable"), redis.exceptions.ClusterDownError("moving")])

@@ -170,7 +170,7 @@ def test_drafts_that_pay_are_verified_except_in_few_steps() -> None:
 
 def test_drafts_are_never_longer_than_the_largest_cuda_graph() -> None:
     def finite_costs(policy: DraftPolicy, rollouts: int) -> list[bool]:
-        controller = DraftController(policy, CPU, graph_tokens=10)
+        controller = DraftController(policy, CPU, graph_sizes=[10])
         rows = np.array([controller.open("p", prompt_tokens=1, generated=0, max_tokens=100) for _ in range(rollouts)])
         controller.compute_budgets(rows)
         finite: list[bool] = np.isfinite(controller.draft_costs_s).tolist()
@@ -182,6 +182,45 @@ def test_drafts_are_never_longer_than_the_largest_cuda_graph() -> None:
     assert [True] * (12 * 8 + 1) == finite_costs(Marginal(limits), 12)
     # This policy does not take the cost into account.
     assert [True] * (4 * 8 + 1) == finite_costs(Fixed(limits), 4)
+
+
+def test_drafts_fill_a_cuda_graph_but_do_not_open_a_larger_one_for_a_token() -> None:
+    controller = DraftController(Marginal(DraftLimits(8, 1000)), H100_7B, graph_sizes=[8, 16, 32])
+    rows = np.array([controller.open("p", prompt_tokens=1, generated=0, max_tokens=100) for _ in range(5)])
+    budgets = controller.compute_budgets(rows)
+    # Tokens that pay only half of their cost are drafted, because they may be free.
+    assert (H100_7B.per_token_s / budgets.token_values_s / 2).tolist() == pytest.approx(budgets.min_survivals.tolist())
+    free, costly = controller.draft_costs_s[1:4], controller.draft_costs_s[4:12]
+    assert [controller.fit.cost.drafting_s] * 3 == free.tolist()
+    assert [8 * H100_7B.per_token_s] * 8 == pytest.approx((costly - free[0]).tolist())
+
+
+def test_steps_with_prompts_and_of_micro_batches_are_learned_from() -> None:
+    controller = DraftController(Fixed(DraftLimits(8, 1000)), H100_7B, graph_sizes=[4, 20])
+    rows = np.array([controller.open("p", prompt_tokens=1, generated=0, max_tokens=10**9) for _ in range(8)])
+    rng, true_cost = np.random.default_rng(0), StepCost(8e-3, 100e-6, 20e-9, 4e-3, per_prompt_token_s=50e-6)
+    decoding_s = 0.0
+    for step in range(300):
+        batch = rows[:4] if step % 2 else rows[4:]
+        is_reference = controller.governor.is_reference_step
+        drafted = np.full(4, 0 if is_reference else 4)
+        prompt_tokens = int(rng.integers(500, 1000)) if rng.random() < 0.5 else 0
+        outcome = StepOutcome(
+            batch, np.where(drafted, 2, 1), drafted, drafted / 4, np.full(4, 100), None, prompt_tokens=prompt_tokens
+        )
+        tokens = 4 + int(drafted.sum())
+        seconds = true_cost.step_time(tokens, 400, has_drafts=not is_reference, prompt_tokens=prompt_tokens)
+        decoding_s += true_cost.step_time(tokens, 400, has_drafts=not is_reference)
+        controller.compute_budgets(rows, 4)
+        controller.record_drafts(4)
+        controller.observe_step(outcome, seconds)
+    assert 280 < controller.fit.num_steps
+    assert true_cost.per_prompt_token_s == pytest.approx(controller.fit.cost.per_prompt_token_s, rel=0.05)
+    gain = controller.governor.gain
+    assert np.log(2 / (13.6 / 8.4)) == pytest.approx(gain.value, abs=0.05)
+    assert gain.value > gain.error
+    # The time for prompts is not part of what drafts can save.
+    assert decoding_s == pytest.approx(controller.timed_s, rel=0.05)
 
 
 def test_the_time_to_read_experts_is_learned() -> None:

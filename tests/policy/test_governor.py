@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.policy.draft_policy import DraftBudgets
-from rollout_worker.policy.governor import MIN_DECODING_S, Governor, SpeculationCutoff, StepOutcome
+from rollout_worker.policy.governor import MIN_DECODING_S, Gain, Governor, SpeculationCutoff, StepOutcome
 
 Integers = npt.NDArray[np.int64]
 
@@ -202,6 +202,113 @@ def test_steps_that_do_not_follow_each_other_are_not_compared() -> None:
         governor.observe_time(1.0)
         governor.observe_time(None)
     assert not governor.drafting_disabled
+
+
+@pytest.mark.parametrize(("saving", "pays"), [(0.1, False), (0.5, True)])
+def test_alternating_micro_batches_are_judged(saving: float, pays: bool) -> None:
+    governor, rng = make_governor(4), np.random.default_rng(0)
+    for step in range(200):
+        is_reference = governor.is_reference_step
+        governor.count_step_with_drafts()
+        # The second micro-batch has much longer steps.
+        time = (1.0 if is_reference else 1.3) * (1.0, 5.0)[step % 2] * float(np.exp(0.05 * rng.standard_normal()))
+        governor.observe_time(time, None if is_reference else saving, micro_batch=step % 2)
+    assert pays != governor.drafting_disabled
+    if pays:
+        assert governor.gain.value > governor.gain.error
+
+
+def test_steps_of_different_micro_batches_are_not_compared() -> None:
+    governor = make_governor(4)
+    for _ in range(200):
+        governor.observe_time(2.0, 0.1, micro_batch=1)
+        governor.observe_time(1.0, micro_batch=2)
+    assert not governor.gain.is_known
+    assert not governor.drafting_disabled
+
+
+def test_uncertain_times_of_decoding_do_not_hide_a_loss() -> None:
+    """Reading prompts takes most of the time in four of five steps."""
+    governor, rng = make_governor(4), np.random.default_rng(0)
+    for _ in range(400):
+        is_reference, share = governor.is_reference_step, 0.3 if rng.random() < 0.8 else 1.0
+        governor.count_step_with_drafts()
+        time = (1.0 if is_reference else 1.2) + 0.03 / share * float(rng.standard_normal())
+        governor.observe_time(time, None if is_reference else 0.1, weight=share**2)
+    assert governor.drafting_disabled
+
+
+def one_sided(kind: str, mean: float, rng: np.random.Generator) -> float:
+    """Return a delay with this mean; most delays are smaller."""
+    if mean == 0:
+        return 0.0
+    if kind == "exponential":
+        return float(rng.exponential(mean))
+    if kind == "lognormal":
+        return float(mean * np.exp(rng.standard_normal() - 0.5))
+    return float(rng.random() < mean)  # few steps are delayed by a whole step
+
+
+@pytest.mark.parametrize("kind", ["exponential", "lognormal", "rare"])
+@pytest.mark.parametrize(
+    ("with_drafts", "without", "max_stops"),
+    [(0.2, 0.2, 3), (0.2, 0.0, 3), (0.0, 0.2, 25)],
+    ids=["both", "with drafts", "without"],
+)
+def test_one_sided_delays_do_not_count_against_drafting(
+    kind: str, with_drafts: float, without: float, max_stops: int
+) -> None:
+    """Steps take equally long on average with and without drafts, which gain and lose nothing.
+
+    Where only steps without drafts are delayed, the few of them that are compared may lack the delays. Medians would
+    show a loss in almost every case.
+    """
+    stops, gains = 0, []
+    for seed in range(100):
+        governor, rng = make_governor(4), np.random.default_rng(seed)
+        for _ in range(400):
+            is_reference = governor.is_reference_step
+            governor.count_step_with_drafts()
+            mean = without if is_reference else with_drafts
+            time = 1.2 - mean + one_sided(kind, mean, rng)
+            governor.observe_time(time, None if is_reference else 0.0)
+            if governor.drafting_disabled:
+                break
+        stops += governor.num_stops
+        gains.append(governor.gain.value)
+    assert stops <= max_stops
+    assert abs(float(np.mean(gains))) < 0.05
+
+
+def test_an_expected_gain_delays_the_steps_for_reference_but_does_not_count() -> None:
+    def first_reference(expected: Gain | None) -> int:
+        governor = make_governor(4)
+        if expected is not None:
+            governor.expect(expected)
+        assert not governor.gain.is_known
+        step = 1
+        while not governor.is_reference_step:
+            governor.count_step_with_drafts()
+            step += 1
+        return step
+
+    assert [2, 64, 16, 2] == [
+        first_reference(expected) for expected in (None, Gain(0.3, 0.1), Gain(0.1, 0.3), Gain(-0.3, 0.1))
+    ]
+    governor = make_governor(4)
+    governor.expect(Gain(0.3, 0.1))
+    observe_times(governor, slower=1.5, saving=0.1, steps=120)
+    assert governor.drafting_disabled
+
+
+def test_trials_take_no_more_time_than_their_share() -> None:
+    governor, budgets = make_governor(64), equal_budgets(64, 8)
+    governor.drafting_disabled, governor.num_stops = True, 1
+    governor.trial_cost = 2.0  # steps without drafts
+    trials = 0
+    for _ in range(4000):
+        trials += bool(run_step(governor, budgets, 0.9, [0.0] * 64).any())
+    assert 0 < 2.0 * trials <= 0.005 * 4000
 
 
 @given(lengths=st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(any))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
-from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
+from rollout_worker.policy.step_cost import CPU, H100_7B, CudaGraphs, StepCost
 from tests.support.draft_policies import COSTS
 
 ROLLOUTS = st.integers(1, 300)
@@ -41,6 +41,26 @@ def test_the_first_draft_tokens_cost_most_in_a_mixture_of_experts() -> None:
     costs = np.diff(H100_7B.with_experts(8 / 128).draft_costs(2, 100))
     assert costs[0] > 10 * costs[-1] > 10 * H100_7B.per_token_s * 0.999
     assert H100_7B == H100_7B.with_experts(0.0)
+
+
+def test_draft_tokens_are_free_up_to_the_size_of_a_graph_and_open_a_larger_one_as_a_whole() -> None:
+    graphs = CudaGraphs([16, 8, 32])
+    token_s = H100_7B.per_token_s
+    costs = H100_7B.draft_costs(13, 25, graphs)
+    assert [0.0] * 4 + [16 * token_s] * 16 + [pytest.approx(number * token_s) for number in range(17, 23)] == [
+        pytest.approx(cost) for cost in costs
+    ]
+    for drafted in range(26):
+        with_drafts = H100_7B.step_time(13 + drafted, 100, graphs=graphs)
+        assert costs[drafted] == pytest.approx(with_drafts - H100_7B.step_time(13, 100, graphs=graphs), abs=1e-12)
+
+
+def test_a_step_with_a_prompt_is_padded_as_a_whole() -> None:
+    cost, graphs = H100_7B._replace(per_prompt_token_s=1e-6), CudaGraphs([8, 64])
+    padded = cost.step_time(64 - 40, 0) + 40e-6
+    assert padded == pytest.approx(cost.step_time(3, 0, prompt_tokens=40, graphs=graphs))
+    # There is no graph for larger steps.
+    assert cost.step_time(3, 0) + 80e-6 == pytest.approx(cost.step_time(3, 0, prompt_tokens=80, graphs=graphs))
 
 
 def random_steps(cost: StepCost, count: int, seed: int = 0, noise: float = 0.02) -> list[TimedStep]:
@@ -144,6 +164,8 @@ def test_the_fit_follows_a_change_of_the_cost() -> None:
             st.integers(0, 2_000_000),
             st.booleans(),
             st.floats(1e-6, 1e3) | st.just(0.0),
+            st.booleans(),
+            st.integers(0, 8192),
         ),
         min_size=1,
         max_size=80,
@@ -161,3 +183,31 @@ def test_coefficients_and_predictions_are_always_finite_and_not_negative(observe
 def test_a_prior_with_a_free_coefficient_is_rejected() -> None:
     with pytest.raises(ValueError, match="every coefficient of the prior must be positive"):
         CostFit(StepCost(1.0, 1.0))
+
+
+def test_the_fit_learns_from_padded_sizes_and_from_steps_with_prompts() -> None:
+    truth, graphs = H100_7B._replace(per_prompt_token_s=60e-6), CudaGraphs([1, 2, 4, *range(8, 257, 8)])
+    fit, rng = CostFit(StepCost(12e-3, 80e-6, 30e-9), graphs), np.random.default_rng(0)
+    for _ in range(800):
+        tokens, context_tokens = int(rng.integers(1, 300)), int(rng.integers(100, 400_000))
+        prompt_tokens = int(rng.integers(1, 2000)) if rng.random() < 0.4 else 0
+        seconds = truth.step_time(tokens, context_tokens, prompt_tokens=prompt_tokens, graphs=graphs)
+        seconds *= 1 + 0.02 * rng.standard_normal()
+        fit.observe(TimedStep(tokens, context_tokens, False, seconds, False, prompt_tokens))
+    for name in ("base_s", "per_token_s", "per_context_token_s", "per_prompt_token_s"):
+        assert getattr(truth, name) == pytest.approx(getattr(fit.cost, name), rel=0.08)
+
+
+def test_only_the_first_step_of_each_graph_is_ignored() -> None:
+    fit = CostFit(H100_7B, CudaGraphs([8, 16, 24]))
+    sizes = [3, 8, 1, 9, 16, 12, 17, 18, 100, 120, 65, 300]
+    representative = [fit.observe(TimedStep(tokens, 0, True, 0.01)) for tokens in sizes]
+    # Larger steps run without a graph; the first one between two powers of two is ignored.
+    assert [False, True, True, False, True, True, False, True, False, True, True, False] == representative
+
+
+def test_first_steps_count_if_most_steps_are_first_ones() -> None:
+    fit = CostFit(CPU)
+    representative = [fit.observe(TimedStep(tokens, 0, True, 0.01)) for tokens in range(1, 201)]
+    assert not any(representative[:16])
+    assert sum(representative) > 80

@@ -18,6 +18,7 @@ COSTS = st.builds(
     st.floats(0, 1e-2),
     st.floats(0, 0.1),
     st.floats(0, 0.5),
+    st.floats(0, 1e-2),
 )
 
 

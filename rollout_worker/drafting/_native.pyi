@@ -147,7 +147,6 @@ class SuffixIndex:
 
     def counters(self) -> Any: ...
     def verification_counts(self) -> Any: ...
-
     def request_lock(self, handle: int, *, live_texts: bool = False) -> RequestLock:
         """Return a request's lock, or that of the live texts of its problem, as a context manager for tests.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -25,10 +24,6 @@ class LearnedState:
         self._index, self._governor, self._engine = index, governor, engine
         self._earlier: object = None
         """The gain that was loaded, which is passed on until there is a newer one."""
-
-    def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
-        """See :class:`DrafterStatistics`."""
-        return self._index.accepted_by_age()
 
     def verified(self) -> int:
         """See :class:`DrafterStatistics`."""

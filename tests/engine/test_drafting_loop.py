@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ class FailingBatch(Batch):
 class FailingIndex(SuffixIndex):
     """An index whose batches fail."""
 
-    def __init__(self, failing: set[int]) -> None:
-        super().__init__()
+    def __init__(self, failing: set[int], *, draft_ahead: bool) -> None:
+        super().__init__(draft_ahead=draft_ahead)
         self._failing = failing
 
     def new_batch(self, *arrays: Any) -> Batch:
@@ -64,13 +65,14 @@ class FailingIndex(SuffixIndex):
 class RepeatingEngine:
     """An engine whose only response repeats the tokens 1 to 5 forever."""
 
-    def __init__(self, failing: set[int]) -> None:
+    def __init__(self, failing: set[int], *, draft_ahead: bool = False) -> None:
         limits = DraftLimits(MAX_DRAFT_TOKENS, 1024)
         policy = make_policy("fixed", limits)
-        controller = DraftController(policy, CPU, governed=False)
+        self.controller = DraftController(policy, CPU, governed=False)
         self.tokens = np.zeros((1, 20_000), np.int32)
         self.arrays = EngineArrays.create(self.tokens, MAX_DRAFT_TOKENS)
-        self.loop = DraftingLoop(FailingIndex(failing), controller, self.arrays)
+        self.index = FailingIndex(failing, draft_ahead=draft_ahead)
+        self.loop = DraftingLoop(self.index, self.controller, self.arrays)
         self.tokens[0, : len(PROMPT)] = PROMPT
         self.length = len(PROMPT)
         self.codes = bytearray()
@@ -134,6 +136,22 @@ def test_drafting_is_paused_after_repeated_failures_and_tried_again() -> None:
     assert 3 == engine.loop.failures
     assert [False] * 7 + [True] * 1024 == skipped[: 7 + 1024]
     assert MAX_DRAFT_TOKENS == engine.step()
+
+
+def test_drafting_ahead_knows_that_drafts_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = RepeatingEngine(failing=set(), draft_ahead=True)
+    for _ in range(12):
+        engine.step()
+    engine.controller.min_gain_s = math.inf
+    monkeypatch.setattr(engine.controller, "select_trial", lambda *_: None)
+    engine.loop.plan()
+    for number in range(12):
+        if number == 2:
+            before = engine.index.look_ups()
+        assert 0 == engine.step()
+        engine.index.wait_idle()
+    # What follows is the first token of a draft that was not verified.
+    assert (10, 0, 0) == tuple(np.subtract(engine.index.look_ups(), before))
 
 
 def test_a_step_without_new_tokens_is_no_success() -> None:

@@ -98,7 +98,10 @@ class Simulation:
             seed: seed of all random numbers.
         """
         self._rng, self._workload = np.random.default_rng(seed), workload
-        self._cost = CARDS[card] if pays else CARDS[card]._replace(drafting_s=CARDS[card].base_s)
+        # A token of a prompt takes as long as any other.
+        self._cost = CARDS[card]._replace(per_prompt_token_s=CARDS[card].per_token_s)
+        if not pays:
+            self._cost = self._cost._replace(drafting_s=self._cost.base_s)
         graph_sizes = cuda_graph_sizes(batch, MAX_DRAFT_TOKENS) or _DEFAULT_GRAPH_SIZES
         self._graphs = CudaGraphs(graph_sizes)
         self._changed_share = 0.25 if pays else 0.6

@@ -131,9 +131,9 @@ class DraftController:
         self._policy.close(row)
 
     def set_generation(self, generation: int) -> None:
-        """Set the newest generation of the history; a new one makes the governor judge drafting anew."""
-        if self._generation is not None and generation > self._generation and self.governor.drafting_disabled:
-            self.governor.retry()
+        """Set the newest generation of the history; a new one makes the governor judge drafting anew, and soon."""
+        if self._generation is not None and generation > self._generation:
+            self.governor.retry_soon()
         self._generation = generation
 
     def skip_step(self) -> bool:

@@ -217,7 +217,8 @@ class Governor:
         self._reference_interval, self._steps_to_reference = _FIRST_REFERENCE_INTERVAL, _FIRST_REFERENCE_INTERVAL
         self._num_references = 0
         self._trials, self._mean_trial_gain = 0, 0.0
-        self._disabled_steps = 0
+        self._steps_to_retry = 0
+        """Number of steps for which drafting remains disabled."""
         self.trial: Trial | None = None
         """The trial among the drafts that were last chosen; pass it on when their verification is observed."""
         self._turn = 0
@@ -230,9 +231,17 @@ class Governor:
     def count_step(self) -> None:
         """Count a step. Call it once per step, whether or not its outcome is observed."""
         if self.drafting_disabled:
-            self._disabled_steps += 1
-            if self._disabled_steps >= _FIRST_RETRY_STEPS << (self.num_stops - 1):
+            self._steps_to_retry -= 1
+            if self._steps_to_retry <= 0:
                 self.retry()
+
+    def retry_soon(self) -> None:
+        """If drafting is disabled, enable it after as many steps as after the first stop, or earlier.
+
+        New rollouts in the history may make drafts better. Drafting is not enabled at once, because there may be new
+        ones every few hundred steps.
+        """
+        self._steps_to_retry = min(self._steps_to_retry, _FIRST_RETRY_STEPS)
 
     def retry(self) -> None:
         """Enable drafting, and judge it by the next steps alone."""
@@ -425,7 +434,7 @@ class Governor:
         if self._is_loss(self.gain) and self._is_loss(self._median_gain):
             self.drafting_disabled = True
             self.num_stops += 1
-            self._disabled_steps = 0
+            self._steps_to_retry = _FIRST_RETRY_STEPS << (self.num_stops - 1)
             self._trials, self._mean_trial_gain = 0, 0.0
 
     def observe_trial(self, trial: Trial, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import groupby
 
@@ -261,16 +262,25 @@ def test_one_time_preparation_of_a_token_count_does_not_stop_drafting() -> None:
         assert 0 == controller.governor.num_stops
 
 
-def test_a_new_generation_of_the_history_makes_the_governor_try_drafts_again() -> None:
+@pytest.mark.parametrize("generations", [1, 100])
+def test_new_generations_of_the_history_make_the_governor_try_drafts_again_after_a_pause(generations: int) -> None:
     controller = make_controller()
     controller.set_generation(1)
-    while not controller.governor.drafting_disabled:
-        controller.governor.observe_time(2.0, 0.1)
-        controller.governor.observe_time(1.0)
-    controller.set_generation(1)
-    assert controller.governor.drafting_disabled
-    controller.set_generation(2)
-    assert not controller.governor.drafting_disabled
+    newer = itertools.count(2)
+
+    def count_disabled_steps() -> int:
+        while not controller.governor.drafting_disabled:
+            controller.governor.observe_time(2.0, 0.1)
+            controller.governor.observe_time(1.0)
+        steps = 0
+        while controller.governor.drafting_disabled:
+            controller.skip_step()
+            steps += 1
+            if steps <= generations:
+                controller.set_generation(next(newer))
+        return steps
+
+    assert [256, 257, 257] == [count_disabled_steps() for _ in range(3)]
     assert sum(run_steps(controller, CPU, 200, accepted_tokens=1.0)) > 160
 
 

@@ -387,14 +387,22 @@ def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
         engine.close()
 
 
-def test_announcing_a_new_generation_enables_drafting_again(history_store: HistoryStore) -> None:
+def test_announcing_a_new_generation_shortens_the_pause_of_a_disabled_drafter(history_store: HistoryStore) -> None:
     extension = DraftingExtension()
     extension._das_sync = HistorySync(history_store, SuffixIndex())
     extension._das_controller = DraftController(Marginal(DraftLimits(8, 100)), CPU)
     governor = extension._das_controller.governor
+
+    def count_disabled_steps(generation: int) -> int:
+        while not governor.drafting_disabled:
+            governor.observe_time(2.0, 0.1)
+            governor.observe_time(1.0)
+        extension.das_announce(["q"], generation, [])
+        steps = 0
+        while governor.drafting_disabled:
+            governor.count_step()
+            steps += 1
+        return steps
+
     extension.das_announce(["p"], 1, [])
-    governor.drafting_disabled = True
-    extension.das_announce(["q"], 1, [])
-    assert governor.drafting_disabled
-    extension.das_announce(["p", "q"], 2, [])
-    assert not governor.drafting_disabled
+    assert [256, 512, 256] == [count_disabled_steps(generation) for generation in (1, 1, 2)]

@@ -201,7 +201,7 @@ def test_a_continued_response_ends_with_a_stop_string_that_begins_in_its_prefix(
     requests = []
     for number, (prompt, whole) in enumerate(zip(PROMPTS, whole_responses(engine), strict=True)):
         words = [f"w{token}" for token in whole.token_ids]
-        sampling = GREEDY.model_copy(update={"stop": [" ".join(words[18:24])]})
+        sampling = GREEDY.model_copy(update={"stop": [" ".join(words[48:54])]})
         requests.append(engine.request(prompt, sampling, f"stop-{number}"))
     stopped = engine.generate(requests)
     partials: list[tuple[int, Partial]] = []
@@ -223,7 +223,7 @@ def test_a_continued_response_ends_with_a_stop_string_that_begins_in_its_prefix(
     def receiver(number: int) -> Callable[[Partial], None]:
         return lambda partial: partials.append((number, partial))
 
-    for length in (1, 19, 22, 24):
+    for length in (1, 49, 52, 54):
         partials.clear()
         results = engine.loop.run(continue_all(length))
         for expected, actual in zip(stopped, results, strict=True):

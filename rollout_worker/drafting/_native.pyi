@@ -148,15 +148,17 @@ class SuffixIndex:
     def counters(self) -> Any: ...
     def verification_counts(self) -> Any: ...
     def request_lock(self, handle: int, *, live_texts: bool = False) -> RequestLock:
-        """Return a request's lock, or that of the live texts of its problem, as a context manager for tests.
+        """Return the lock of a request, or of the live texts of its problem, for tests.
+
+        The thread that acquires it must release it.
 
         Raises:
             KeyError: for a handle that is not open.
         """
 
 class RequestLock:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
+    def acquire(self) -> None: ...
+    def release(self) -> None: ...
 
 class Batch:
     def __init__(

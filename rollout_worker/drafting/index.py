@@ -192,7 +192,7 @@ class LookUps(NamedTuple):
     computed: int
     """Drafts that were computed during the call."""
     omitted: int
-    """Drafts that there was no time for."""
+    """Drafts that there was no time for, because of the time limit or because another thread used the request."""
 
 
 class SuffixIndex(_native.SuffixIndex):

@@ -76,9 +76,11 @@ def held(index: SuffixIndex, handle: int, *, live_texts: bool = False) -> Iterat
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with index.request_lock(handle, live_texts=live_texts):
-            is_held.set()
-            is_over.wait()
+        lock = index.request_lock(handle, live_texts=live_texts)
+        lock.acquire()
+        is_held.set()
+        is_over.wait()
+        lock.release()
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -187,6 +189,7 @@ def test_a_request_that_was_left_out_is_drafted_for_in_the_next_step() -> None:
     index.wait_idle()
     with held(index, handles[0]):
         assert [[], [4, 5]] == engine.step()
+    assert 1 == index.look_ups().omitted
     assert [0, 3] == engine.batch.generated.tolist()
     index.wait_idle()
     assert [[5, 6], [7, 8]] == engine.step()

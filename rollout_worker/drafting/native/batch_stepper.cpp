@@ -237,6 +237,7 @@ void BatchStepper::step_ahead(const Step& step) {
       try_request(request, i);
     } else {
       leave_out(request, step, i);
+      increase(omitted_, 1);
     }
   }
   increase(found_, found);

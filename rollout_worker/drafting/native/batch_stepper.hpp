@@ -77,7 +77,7 @@ struct StepTotals {
 };
 
 // Numbers of drafts that were found among the prepared ones, that were computed during a step, and that the step had
-// no time for.
+// no time for or whose requests it has left out.
 struct LookUpCounts {
   std::uint64_t found = 0;
   std::uint64_t computed = 0;

@@ -419,8 +419,8 @@ NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<RequestLock>(m, "RequestLock")
       .def(
-          "__enter__", [](RequestLock& lock) { lock.lock.lock(); }, released())
-      .def("__exit__", [](RequestLock& lock, const nb::args&) { lock.lock.unlock(); });
+          "acquire", [](RequestLock& lock) { lock.lock.lock(); }, released())
+      .def("release", [](RequestLock& lock) { lock.lock.unlock(); });
 
   nb::class_<das::SuffixIndex>(m, "SuffixIndex")
       .def(

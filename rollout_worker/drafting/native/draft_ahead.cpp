@@ -67,7 +67,7 @@ void DraftAhead::start(std::shared_ptr<const RequestList> requests, std::shared_
 }
 
 void DraftAhead::interrupt() {
-  if (const std::shared_ptr<Round> round = current_.lock()) round->is_over.store(true, std::memory_order_relaxed);
+  if (const std::shared_ptr<Round> round = current_.lock()) round->interrupt();
 }
 
 void DraftAhead::share(const std::shared_ptr<MissingDrafts>& missing) {
@@ -120,13 +120,14 @@ void DraftAhead::serve(Helper& helper) {
 void DraftAhead::work(Round& round, Helper& helper) {
   helper.requests.clear();
   for (auto& tasks : helper.tasks) tasks.clear();
-  while (!round.is_over.load(std::memory_order_relaxed)) {
+  while (!round.is_over()) {
     const std::size_t next = round.next.fetch_add(1, std::memory_order_relaxed);
     if (next >= round.order->rows.size()) break;
     const auto number = static_cast<std::uint32_t>(next);
     if (round.request(number) == nullptr) continue;
     Request& request = *round.request(number);
     const std::lock_guard lock(request.mutex);
+    if (round.is_over()) break;
     // Without new tokens, the request was not in the step, and its prepared drafts remain valid.
     if (request.is_closed || request.pending.empty()) continue;
     drafter_.settle(request, false);
@@ -148,9 +149,10 @@ void DraftAhead::run_rare_tasks(const Round& round, std::size_t limit, Helper& h
     Request& request = *round.request(number);
     const auto add = [&](std::size_t accepted) {
       const std::lock_guard lock(request.mutex);
-      return add_rare_tasks(request, number, relative_value(request, round.order->max_gain), accepted, limit, helper);
+      return !round.is_over() &&
+             add_rare_tasks(request, number, relative_value(request, round.order->max_gain), accepted, limit, helper);
     };
-    for (std::size_t accepted = 0; !round.is_over.load(std::memory_order_relaxed) && add(accepted);) ++accepted;
+    for (std::size_t accepted = 0; add(accepted);) ++accepted;
   }
   run_tasks(round, helper);
 }
@@ -159,9 +161,10 @@ void DraftAhead::run_tasks(const Round& round, Helper& helper) const {
   // Within a tier, tasks are in the order of their requests, so that the data of a request stays in the caches.
   for (const auto& tasks : helper.tasks) {
     for (const Task& task : tasks) {
-      if (round.is_over.load(std::memory_order_relaxed)) return;
+      if (round.is_over()) return;
       Request& request = *round.request(task.number);
       const std::lock_guard lock(request.mutex);
+      if (round.is_over()) return;
       if (!request.is_closed && request.is_prepared) prepare(request, task.outcome);
     }
   }

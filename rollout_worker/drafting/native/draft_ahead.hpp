@@ -95,12 +95,16 @@ class DraftAhead {
         : requests(std::move(requests)), order(std::move(order)), id(id) {}
     // Returns null in a row that is not in use.
     Request* request(std::uint32_t number) const { return (*requests)[order->rows[number]].get(); }
+    void interrupt() { is_interrupted.store(true, std::memory_order_relaxed); }
+    // Must be asked again with a request's lock: the next step, and other threads after it, may have changed the
+    // request since then.
+    bool is_over() const { return is_interrupted.load(std::memory_order_relaxed); }
 
     const std::shared_ptr<const RequestList> requests;
     const std::shared_ptr<const ValueOrder> order;
     const std::uint32_t id;
     std::atomic<std::size_t> next{0};  // number of the next request, in this order
-    std::atomic<bool> is_over{false};
+    std::atomic<bool> is_interrupted{false};
   };
 
   struct Helper {

@@ -490,10 +490,10 @@ class Speculation(ManifestModel):
     """Number of generations whose rollouts are kept and drafted from, counted per problem: the newest ones in which the
     problem was sampled."""
     index_bytes: Size = "2Gi"
-    """Size of an engine's suffix index in memory from which on the problems that were drafted for least recently are
-    evicted. They are read from Redis again when their rollouts start. Rollouts of the history take about 6 to 8 bytes
-    per token; running rollouts take 40 to 65 bytes per token, and up to 64 KiB each for drafts. The history may always
-    use half of the size, so that many running rollouts may exceed it."""
+    """Limit for the size of an engine's suffix index in memory. Beyond it, the problems that were drafted for least
+    recently are evicted. They are read from Redis again when their rollouts start. Rollouts of the history take about 6
+    to 8 bytes per token; running rollouts take 40 to 65 bytes per token, and up to 64 KiB each for drafts. The history
+    may always use half of the limit, so very many running rollouts may exceed it."""
 
 
 class SecretUrl(ManifestModel):

@@ -77,6 +77,8 @@ class _Unobserved(NamedTuple):
     verified: Integers
     seconds: float | None
     """Time since the step before; None if it is unknown."""
+    drafting_s: float
+    """Seconds of these for which the engine waited for the drafter."""
     processed_tokens: int
     """Number of tokens that the step processed."""
     drafts: int
@@ -138,6 +140,8 @@ class DraftingLoop:
         """The trial among the last drafts."""
         self._last_call: float | None = None
         """The clock at the last call of :meth:`draft`; None if the step since then is not timed."""
+        self._drafting_s = 0.0
+        """Seconds for which the engine has waited for the drafter since the step began."""
         self._consecutive_failures = 0
         self._pause_steps = _PAUSE_STEPS
         self._paused_until = 0
@@ -337,14 +341,19 @@ class DraftingLoop:
             self._record_failure(error)
             self._arrays.lengths[places] = 0
         self._last_call = started
-        self.seconds += self._clock() - started
+        self._drafting_s = self._clock() - started
+        self.seconds += self._drafting_s
 
     def plan(self, request_ids: list[str] | None = None) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones.
 
-        If the requests of the running step are known, :meth:`draft` finds them at once.
+        If the requests of the running step are known, :meth:`draft` finds them at once. If not, no step is running, and
+        the engine waits.
         """
+        started = self._clock()
         self.guard(lambda: self._plan(request_ids))
+        if request_ids is None:
+            self._drafting_s += self._clock() - started
 
     def _draft(
         self,
@@ -368,7 +377,9 @@ class DraftingLoop:
         if not drafts and not self._batch.generated[: len(rows)].any():
             return  # No request has a new token.
         seconds = None if self._last_call is None else started - self._last_call
-        self._unobserved = _Unobserved(rows, num_tokens, places, verified, seconds, processed_tokens, drafts)
+        self._unobserved = _Unobserved(
+            rows, num_tokens, places, verified, seconds, self._drafting_s, processed_tokens, drafts
+        )
         if drafts and gain_s <= self._controller.min_gain_s:
             tokens = self._select(places, gain_s)
         self.proposed_tokens += tokens
@@ -465,7 +476,7 @@ class DraftingLoop:
             trial,
             prompt_tokens=max(0, step.processed_tokens - len(rows) - int(verified.sum())),
         )
-        self._controller.observe_step(outcome, seconds)
+        self._controller.observe_step(outcome, seconds, step.drafting_s)
 
     # Failures
 

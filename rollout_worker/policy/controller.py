@@ -188,8 +188,14 @@ class DraftController:
         if has_drafts:
             self.governor.count_step_with_drafts()
 
-    def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
-        """Learn from the outcome of a step. Its duration is None if it is unknown."""
+    def observe_step(self, step: StepOutcome, seconds: float | None, drafting_s: float = 0.0) -> None:
+        """Learn from the outcome of a step.
+
+        Args:
+            step: the outcome.
+            seconds: its duration; None if it is unknown.
+            drafting_s: seconds of these for which the engine waited for the drafter.
+        """
         num_rollouts = len(step.rows)
         if not num_rollouts:
             return
@@ -200,7 +206,7 @@ class DraftController:
         if seconds is None:
             self.governor.observe_time(None, micro_batch=micro_batch)
         else:
-            self._observe_time(step, accepted, micro_batch, seconds)
+            self._observe_time(step, accepted, micro_batch, seconds, drafting_s)
 
     def _find_micro_batch(self, rows: Integers) -> int:
         """Return the number of the micro-batch that most rollouts of a step belong to, and let all belong to it.
@@ -229,7 +235,9 @@ class DraftController:
         self._mean_accepted = float(usual.mean())
         return float((accepted / (1.0 + usual)).mean())
 
-    def _observe_time(self, step: StepOutcome, accepted: Integers, micro_batch: int, seconds: float) -> None:
+    def _observe_time(
+        self, step: StepOutcome, accepted: Integers, micro_batch: int, seconds: float, drafting_s: float
+    ) -> None:
         num_rollouts, drafted = len(step.rows), int(step.drafted.sum())
         context_tokens, prompt_tokens = int(step.context_tokens.sum()), step.prompt_tokens
         is_uniform = bool((step.drafted == step.drafted[0]).all())
@@ -263,6 +271,7 @@ class DraftController:
                 # The longer the prompts, the less certain is the time of decoding.
                 weight=(decoding_s / without_drafts_s) ** 2,
                 micro_batch=micro_batch,
+                drafter_share=min(drafting_s / max(seconds - reading_s, drafting_s), 1.0) if drafting_s else 0.0,
             )
             return
         self.governor.observe_time(None, micro_batch=micro_batch)

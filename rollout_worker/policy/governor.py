@@ -176,7 +176,8 @@ class Governor:
     and one kind of step may have more of them. Where the speed of the machine often changes, the mean is less certain.
     The difference of two steps is limited, because some fall on such a change. Steps vary with their numbers of draft
     tokens by more than drafts gain. Each is therefore divided by its predicted duration, so that the comparisons
-    measure only by how much the prediction is wrong, and the average prediction is added.
+    measure only by how much the prediction is wrong, and the average prediction is added. A disabled drafter takes no
+    time, so that the time that it takes in steps without drafts counts as well.
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
     would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
@@ -209,6 +210,9 @@ class Governor:
         self._mean_saving, self._saving_variance, self._steps = 0.0, 0.0, 0
         """Average and variance of the share of a step with drafts that its accepted tokens save, and its number of
         steps."""
+        self._searches = self._steps_with_drafts = 0.0
+        """Time of the drafter in steps that verified no drafts, as a multiple of such a step, and number of steps with
+        drafts. Older steps count less."""
         self._mean_predicted_time = 1.0
         """Average predicted duration of a step with drafts, as a multiple of the one without."""
         self._references = 0.0
@@ -248,6 +252,7 @@ class Governor:
         self.drafting_disabled = False
         self.forget_comparisons()
         self._mean_saving, self._saving_variance, self._steps = 0.0, 0.0, 0
+        self._searches = self._steps_with_drafts = 0.0
         self._reference_interval = self._steps_to_reference = _FIRST_REFERENCE_INTERVAL
 
     def forget_comparisons(self) -> None:
@@ -319,7 +324,8 @@ class Governor:
         deviation = max(deviation, _MIN_DEVIATION_OF_FEW if few else _MIN_DEVIATION)
         error = deviation / math.sqrt(self._references) / (1 - slower)
         saving_error = math.sqrt(self._saving_variance / min(self._steps, _SAVING_WINDOW_STEPS)) / (1 - saving)
-        gain = math.log1p(-slower) - math.log(self._mean_predicted_time) - math.log1p(-saving)
+        searches = self._searches / max(self._steps_with_drafts, 1.0)
+        gain = math.log1p(-slower) - math.log(self._mean_predicted_time + searches) - math.log1p(-saving)
         return Gain(gain, _STANDARD_ERRORS * math.hypot(error, saving_error))
 
     def _is_loss(self, gain: Gain) -> bool:
@@ -400,6 +406,7 @@ class Governor:
         predicted_time: float = 1.0,
         weight: float = 1.0,
         micro_batch: int = 0,
+        drafter_share: float = 0.0,
     ) -> None:
         """Record the duration of a step; disable drafting if it loses time.
 
@@ -410,14 +417,22 @@ class Governor:
             predicted_time: the same duration as predicted with its drafts, if there are any.
             weight: weight of the step in comparisons with others.
             micro_batch: number of the micro-batch that the step decoded.
+            drafter_share: share of the duration that the drafter took. Without drafting, it takes none.
         """
         batch = self._micro_batches.setdefault(micro_batch, _MicroBatch())
         if len(self._micro_batches) > _MAX_MICRO_BATCHES:
             self._micro_batches.popitem(last=False)
+        if saving is None:
+            self._searches += drafter_share
+        else:
+            self._searches *= 1 - 1 / _SAVING_WINDOW_STEPS
+            self._steps_with_drafts += 1 - self._steps_with_drafts / _SAVING_WINDOW_STEPS
         if relative_time is None or self.drafting_disabled:
             batch.last = None
             return
-        if saving is not None:
+        if saving is None:
+            relative_time *= 1 - drafter_share
+        else:
             self._steps += 1
             newest, deviation = 1 / min(self._steps, _SAVING_WINDOW_STEPS), saving - self._mean_saving
             self._mean_saving += newest * deviation

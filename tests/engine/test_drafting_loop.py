@@ -275,9 +275,9 @@ class TimingController(DraftController):
         super().__init__(make_policy("fixed", DraftLimits(MAX_DRAFT_TOKENS, 1024)), CPU, governed=False)
         self.observed: list[tuple[int, float | None]] = []
 
-    def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
+    def observe_step(self, step: StepOutcome, seconds: float | None, drafting_s: float = 0.0) -> None:
         self.observed.append((step.prompt_tokens, seconds))
-        super().observe_step(step, seconds)
+        super().observe_step(step, seconds, drafting_s)
 
 
 class TimedEngine:

@@ -189,6 +189,24 @@ def test_random_variation_does_not_disable_drafting_but_a_small_persistent_loss_
         assert expected == governor.drafting_disabled
 
 
+@pytest.mark.parametrize(("drafter_share", "verified"), [(0.0, 0.25), (0.15, 0.25), (0.0, 1.0), (0.25, 1.0)])
+def test_the_time_of_the_drafter_counts_also_in_steps_whose_drafts_are_not_verified(
+    drafter_share: float, verified: float
+) -> None:
+    # Accepted tokens save 0.2 of a step, and a step is not longer for its drafts, except for what the drafter takes.
+    governor, rng = make_governor(8), np.random.default_rng(1)
+    for _ in range(4000):
+        if governor.drafting_disabled:
+            break
+        is_reference = governor.is_reference_step
+        has_drafts = rng.random() < verified
+        if has_drafts:
+            governor.count_step_with_drafts()
+        saving = 0.2 if has_drafts and not is_reference else None
+        governor.observe_time(1.0, saving, drafter_share=drafter_share)
+    assert governor.drafting_disabled == (drafter_share > 0)
+
+
 def test_few_steps_are_decoded_for_reference_if_it_is_certain_that_drafts_pay() -> None:
     assert observe_times(make_governor(4), slower=1.2, saving=1.0, steps=1000) <= 9
     assert observe_times(make_governor(4), slower=1.2, saving=0.21, steps=1000) <= 1000 / 16 + 5

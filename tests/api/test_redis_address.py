@@ -88,6 +88,15 @@ def test_error_says_what_is_wrong(url: str, expected_error: str) -> None:
         parse_address(url)
 
 
+@pytest.mark.parametrize(
+    "value", ["hunter2", "hunter2:6379", "https://hooks.example.com/hunter2", '{"url": "hunter2"}']
+)
+def test_value_that_is_no_url_of_redis_is_not_shown(value: str) -> None:
+    with pytest.raises(ValueError, match="this value, which is not shown, is not a Redis URL") as caught:
+        parse_server_address(value)
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("password", ["sec/ret", "sec?ret", "sec#ret", "sec:ret/", "sec@ret/", "sec?ret/x"])
 @pytest.mark.parametrize("scheme", ["redis", "rediss+sentinel", "redis+cluster"])
 def test_unescaped_password_is_an_error_that_does_not_contain_it(scheme: str, password: str) -> None:

@@ -103,6 +103,7 @@ def _manifest(context: JobContext) -> dict[str, Any]:
         exclude={
             **dict.fromkeys(("head", "server", "image", "priority_class_name", "managed_by", "redis"), True),
             "history": {"redis"},
+            "weights": {"trainer_pods", "trainer_namespace"},
         },
     )
     spec.pop("lifecycle", None)
@@ -168,11 +169,11 @@ def _gang(context: JobContext, api_version: str, slot: int) -> dict[str, Any]:
 
 
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:
-    """Return a policy that admits the job's own pods on all ports, and readers of /status and /metrics on one port.
+    """Return a policy that admits the job's own pods and the trainer's on all ports, and readers of the status on one.
 
-    The job's own pods need it when weights are broadcast: the engines' collective operations choose their ports freely.
-    Egress is limited only if the operator was told where Redis and the model hub are. Trainers are usually in the job's
-    namespace.
+    When weights are broadcast or sent from the trainer's memory, collective operations choose their ports freely, and
+    either side may connect to the other. Egress is limited only if the operator was told where Redis and the model hub
+    are.
     """
     policy = owned_object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
     readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
@@ -182,12 +183,24 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
             for namespace in cluster.status_reader_namespaces
         ]
     pods = {"matchLabels": names.selector(context.name)}
-    ingress = [{"from": [{"podSelector": pods}]}, readers]
+    trainer = _trainer_pods(context)
+    ingress = [{"from": [{"podSelector": pods}, *trainer]}, readers]
     if cluster.egress_rules is None:
         return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}
-    egress = [{"to": [{"podSelector": {}}]}, *cluster.egress_rules]
+    egress = [{"to": [{"podSelector": {}}, *trainer]}, *cluster.egress_rules]
     spec = {"podSelector": pods, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
     return {**policy, "spec": spec}
+
+
+def _trainer_pods(context: JobContext) -> list[dict[str, Any]]:
+    """Return the peers of a NetworkPolicy that are the trainer's pods; none if they send no weights."""
+    weights = context.job.spec.weights
+    if weights.transfer == "none":
+        return []
+    peer: dict[str, Any] = {"podSelector": {"matchLabels": weights.trainer_pods or {names.TRAINER_LABEL: context.name}}}
+    if weights.trainer_namespace is not None:
+        peer["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": weights.trainer_namespace}}
+    return [peer]
 
 
 def server_objects(context: JobContext) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, without_password
+from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address, without_password
 
 
 @pytest.mark.parametrize(

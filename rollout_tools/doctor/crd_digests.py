@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "25db054a107dc3c2a2af3c59bfb86c5f829a7dcdd680fe57455651e2cbd1338d",
+    "rolloutjobs.das.rollout.dev": "b5833d1d8f4bfd3065a468a5e7022ac7124aef0fd6c8bcfeb8e011d3c5ff2292",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

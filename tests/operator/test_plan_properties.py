@@ -113,11 +113,17 @@ class JobLifecycle(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         code=st.sampled_from([1] * 6 + [137, 3, 7, 2, 0]),
-        pod_reason=st.sampled_from(["", "", "Evicted"]),
+        disrupted=st.sampled_from([False, False, True]),
     )
-    def terminate_pod(self, data: st.DataObject, code: int, pod_reason: str) -> None:
+    def terminate_pod(self, data: st.DataObject, code: int, disrupted: bool) -> None:
         if (name := self._pod(data)) is not None:
-            self.cluster.terminate(name, code, pod_reason=pod_reason if code else "")
+            self.cluster.terminate(name, code, disrupted=disrupted and code != 0)
+
+    @rule(data=st.data(), reason=st.sampled_from(["OutOfcpu", "Evicted"]), node=st.sampled_from(["one", "two"]))
+    def reject_pod(self, data: st.DataObject, reason: str, node: str) -> None:
+        pods = sorted(name for name in self.cluster.pods if self.cluster.can_bind(name))
+        if pods:
+            self.cluster.reject(data.draw(st.sampled_from(pods)), reason, node)
 
     @rule(data=st.data())
     def finish_deletion(self, data: st.DataObject) -> None:

@@ -399,6 +399,9 @@ class Target:
         return name if self.operation == "content" else f"the {self.operation} of {name}"
 
 
+_FIRST_RETRY_S, _MAX_RETRY_S = 10.0, 160.0
+
+
 @dataclass(frozen=True)
 class Rejection:
     """An action that the API server rejected recently."""
@@ -409,6 +412,17 @@ class Rejection:
     """The reason that the API server gave, such as ``Forbidden``."""
     message: str
     time: float
+    scope: tuple[str, ...] = ()
+    """The actions that would be rejected alike."""
+    generation: int = 0
+    """``metadata.generation`` of the job that the action was planned for."""
+    count: int = 1
+    """How often in a row such actions were rejected."""
+
+    @property
+    def retry_time(self) -> float:
+        """When one of these actions is tried again: after 10, 20, 40 … 160 s."""
+        return self.time + min(_MAX_RETRY_S, _FIRST_RETRY_S * 2.0 ** (self.count - 1))
 
     def __str__(self) -> str:
         """Return a message for conditions and Events."""

@@ -175,15 +175,15 @@ async def test_jobs_beyond_their_quota_do_not_delay_the_head_of_another_tenant()
     for number in range(NUM_CARELESS):
         reconciler.queue.add(cache.update_job(job("careless", f"job-{number}", NUM_WORKERS)))
     reconciling = asyncio.create_task(reconciler.run())
-    while api.num_rejected["careless"] < NUM_CARELESS:
-        await asyncio.sleep(0.01)
+    while len(api.requests) < NUM_CARELESS:
+        await asyncio.sleep(0)
     num_before = len(api.requests)
     reconciler.queue.add(cache.update_job(job("other", "math", 1)))
     head = ("other", "Pod", "math-head")
     while head not in api.requests:
         await asyncio.sleep(0.001)
-    # The job itself needs ten requests until then, and at most 16 other jobs are reconciled meanwhile.
-    assert api.requests.index(head) - num_before < 17 * 10
+    # The job itself needs ten requests until then, and 8 other jobs of the namespace may be reconciled meanwhile.
+    assert api.requests.index(head) - num_before <= 9 * 10
     while ("other", "Pod", "math-worker-0") not in api.requests or reconciler.num_queued < NUM_CARELESS + 1:
         await asyncio.sleep(0.001)
     events = Counter(namespace for namespace, kind, _ in api.requests if kind == "Event")

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _CONCURRENCY = 32
 """Number of jobs that are reconciled at the same time."""
-_CONCURRENCY_PER_NAMESPACE = 16
+_CONCURRENCY_PER_NAMESPACE = 8
 """Number of jobs of a namespace that are, so that one whose requests take long does not delay the others."""
 
 

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_operator.objects import names
-from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
+from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView, parse_timestamp
+from rollout_operator.planning.actions import Create, Plan
 
 from tests.support.simulated_cluster import SimulatedCluster
 
@@ -83,7 +84,26 @@ class JobLifecycle(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        self.cluster.execute(self.cluster.plan())
+        if self.cluster.job is not None:
+            planned = self.cluster.plan()
+            self._check_backoffs(planned)
+            self.cluster.execute(planned)
+
+    def _check_backoffs(self, planned: Plan) -> None:
+        """Check that no pod is created before the backoff of those in its place has passed."""
+        status = self.cluster.status if planned.status is None else planned.status
+        delayed = {
+            pod
+            for backoff in status.get("backoffs", ())
+            for pod in backoff["pods"]
+            if (parse_timestamp(backoff["time"]) or 0.0) + backoff["seconds"] > self.cluster.now
+        }
+        for action in planned.actions:
+            if isinstance(action, Create) and action.manifest["kind"] == "Pod":
+                metadata = action.manifest["metadata"]
+                slot = metadata["labels"].get(names.SLOT_LABEL)
+                component = metadata["labels"][names.COMPONENT_LABEL]
+                assert (f"math-{component}" if slot is None else f"math-worker-{slot}") not in delayed
 
     @rule(steps=st.integers(0, 8))
     def reconcile_and_be_killed(self, steps: int) -> None:

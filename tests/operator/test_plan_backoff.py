@@ -88,12 +88,16 @@ def test_rebooted_nodes_do_not_fail_a_job(reason: str) -> None:
     assert 4 == len(cluster.workers())  # maxPendingReplacements
 
 
-def test_an_eviction_for_exceeding_the_pods_own_limit_counts() -> None:
+@pytest.mark.parametrize("reports_containers", [False, True])  # kubelets of Kubernetes 1.20 do not
+def test_an_eviction_for_exceeding_the_pods_own_limit_counts(reports_containers: bool) -> None:
     cluster = running_job(lifecycle={"backoffLimit": 3})
     message = 'Usage of EmptyDir volume "models" exceeds the limit "10Gi". '
 
     def evict(name: str) -> None:
-        cluster.terminate(name, 137, pod_reason="Evicted", message=message)
+        cluster.terminate(name, 137, pod_reason="Evicted")
+        cluster.pods[name]["status"]["message"] = message
+        if not reports_containers:
+            del cluster.pods[name]["status"]["containerStatuses"]
 
     evict(WORKER)
     uids = pods_in_half_an_hour(cluster, evict)

@@ -271,7 +271,8 @@ class SimulatedCluster:
     def reject(self, name: str, reason: str, node: str = "") -> None:
         """Bind a pod to a node whose kubelet refuses to run it."""
         self.bind(name, node)
-        self.pods[name]["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected: no"}
+        message = "Pod was rejected: The node had condition: [DiskPressure]. "
+        self.pods[name]["status"] = {"phase": "Failed", "reason": reason, "message": message}
 
     def lose_node(self, name: str) -> None:
         """Lose the node of a pod, whose kubelet then neither starts nor ends any pod, and delete the pod."""

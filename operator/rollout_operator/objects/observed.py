@@ -235,11 +235,14 @@ def _is_removed(metadata: Manifest, spec: Manifest) -> bool:
 def _is_rejected(status: Manifest) -> bool:
     """Return whether the kubelet refused to run a pod.
 
-    It then sets the pod's phase and a reason before it has run any container. Only an exceeded
-    ``activeDeadlineSeconds`` looks alike.
+    It then sets the pod's phase and a reason before it has run any container. An exceeded ``activeDeadlineSeconds``
+    looks alike, and so does an eviction by older kubelets, whose message says whether the node lacks something or the
+    pod has exceeded its own limit.
     """
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     reason = status.get("reason", "") if status.get("phase") == "Failed" else ""
+    if reason == "Evicted":
+        return "The node " in status.get("message", "")
     return reason not in ("", "DeadlineExceeded") and all(_exit_code(container) is None for container in containers)
 
 

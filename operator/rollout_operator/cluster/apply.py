@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _EVENT_PERIOD_S = 600.0
 """Identical Events within such a period are posted once."""
+_FORGET_REJECTION_S = 15.0
+"""Seconds after which a rejected action is no longer reported if it was not tried again when it should have been."""
 _MAX_EVENT_MESSAGE = 1024
 """Limit of the Kubernetes API."""
 
@@ -47,14 +49,18 @@ class OutdatedError(Exception):
     """The job has changed since it was observed, so that the plan is outdated and a new reconcile is required."""
 
 
-async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[Rejection]:
+async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> tuple[Rejection, ...]:
     """Execute a plan.
 
     The API server's responses are written to the cache at once, so that the next reconcile does not have to wait for
     the watch to deliver them.
 
+    After a permanent rejection, actions of the same scope are left out until it is time to try one of them again, so
+    that a job beyond its quota causes one request now and then instead of one for each missing pod. Other actions are
+    executed.
+
     Returns:
-        The actions that the API server rejected permanently. They do not keep the other actions from being executed.
+        The actions that the API server has rejected, in this reconcile or recently.
 
     Raises:
         OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
@@ -64,18 +70,36 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
         await _write_status(api, cache, observed.job, plan)
     for event in plan.events:
         await post_event(api, observed.job, event, observed.now)
-    rejections = []
+    known = {rejection.scope: rejection for rejection in observed.rejections}
+    generation = observed.metadata.get("generation", 0)
+    waiting = {
+        one.scope for one in observed.rejections if one.generation == generation and observed.now < one.retry_time
+    }
+    succeeded: set[tuple[str, ...]] = set()
+    rejected: dict[tuple[str, ...], Rejection] = {}
     for action in plan.actions:
+        target = _target(action, observed.job)
+        alike, itself = _scope(action, target), (target.kind, target.name, target.operation)
+        if {alike, itself} & (waiting | rejected.keys()):
+            continue
         try:
             await _execute_action(api, cache, observed, action)
+            succeeded |= {alike, itself}
         except ApiError as error:
             # The pods of a failed job are not kept any longer because their logs cannot be stored.
             if error.transient and not isinstance(action, KeepBundle):
                 raise
-            target = _target(action, observed.job)
-            rejections.append(Rejection(target, error.reason, error.message, observed.now))
+            # An object of the same name is in the way of this action only.
+            scope = itself if error.conflict else alike
+            count = known[scope].count + 1 if scope in known and scope not in succeeded else 1
+            rejected[scope] = Rejection(target, error.reason, error.message, observed.now, scope, generation, count)
             logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
-    return rejections
+    remembered = (
+        rejection
+        for scope, rejection in known.items()
+        if scope not in succeeded | rejected.keys() and observed.now < rejection.retry_time + _FORGET_REJECTION_S
+    )
+    return (*remembered, *rejected.values())
 
 
 async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
@@ -238,6 +262,13 @@ def _target(action: Action, job: Manifest) -> Target:
             return Target(KIND, job["metadata"]["name"], "deletion")
         case SetFinalizer():
             return Target(KIND, job["metadata"]["name"], "finalizer")
+
+
+def _scope(action: Action, target: Target) -> tuple[str, ...]:
+    """Return what an action has in common with those that the API server would reject for the same reason."""
+    if isinstance(action, Create | Apply):
+        return target.kind, action.manifest["metadata"].get("labels", {}).get(names.COMPONENT_LABEL, "")
+    return target.kind, target.operation
 
 
 def _log_fields(job: Manifest) -> dict[str, str]:

@@ -47,7 +47,7 @@ def _server_url(context: JobContext) -> str | None:
 
 
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
-    """Return all objects except for pods, in the order of their creation.
+    """Return all objects except for pods and the disruption budget, in the order of their creation.
 
     *workers* is the desired number of workers.
     """
@@ -58,8 +58,6 @@ def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) ->
         _service(context),
         _network_policy(context, cluster),
     ]
-    if cluster.disruption_budget_api is not None:
-        objects.append(_disruption_budget(context, cluster, cluster.disruption_budget_api, workers))
     if context.gang_api is not None:
         objects += [_gang(context, context.gang_api, slot) for slot in range(workers)]
     return objects
@@ -141,12 +139,12 @@ def _service(context: JobContext) -> dict[str, Any]:
     return {**service, "spec": spec}
 
 
-def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: str, workers: int) -> dict[str, Any]:
+def disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: str, num_expected: int) -> dict[str, Any]:
     """Return a budget that lets drains evict one pod at a time, so that the other workers can take over its rollouts.
 
     The disruption controller would compare ``maxUnavailable`` with the job's ``spec.workers.replicas``, which
-    autoscaling does not change. The budget therefore states how many of the desired pods must remain. Pods that are not
-    ready hold no rollouts and may always be evicted.
+    autoscaling does not change, and which counts workers that no node has room for. The budget therefore states how
+    many of *num_expected* pods must remain. Pods that are not ready hold no rollouts and may always be evicted.
     """
     budget = owned_object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), "pods")
     selector = {
@@ -155,8 +153,7 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
         ],
     }
-    # The selector matches the workers' pods and the head, one more than this number.
-    spec: dict[str, Any] = {"minAvailable": workers * context.pods_per_worker, "selector": selector}
+    spec: dict[str, Any] = {"minAvailable": max(0, num_expected - 1), "selector": selector}
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
     return {**budget, "spec": spec}

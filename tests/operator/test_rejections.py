@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
 from kubernetes.aio.client import ApiClient
 from rollout_operator.cluster.apply import execute
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
@@ -35,6 +36,8 @@ class ApiWithQuota(KubernetesApi):
         """Number of rejected requests by namespace."""
         self.taken: set[str] = set()
         """Names that objects of others have."""
+        self.owners: list[dict[str, str]] = []
+        """Their owners."""
         self.created: set[str] = set()
         """Names of all pods."""
         self._cache = cache
@@ -69,7 +72,7 @@ class ApiWithQuota(KubernetesApi):
 
     async def get(self, reference: Any) -> dict[str, Any]:
         await self._request(reference)
-        return {**reference, "metadata": {**reference["metadata"], "uid": "foreign"}}
+        return {**reference, "metadata": {**reference["metadata"], "uid": "foreign", "ownerReferences": self.owners}}
 
     async def delete(self, reference: Any, *, uid: str | None = None, grace_period: int | None = None) -> None:
         await self._request(reference)
@@ -166,6 +169,32 @@ async def test_a_name_that_is_taken_concerns_only_one_object() -> None:
     (rejection,) = await retries.run(5)
     assert ("pod-1", "NameConflict") == (rejection.target.name, rejection.reason)
     assert {"pod-0", "pod-1", "pod-2"} == {name for _, _, name in retries.api.requests}
+
+
+def account() -> Create:
+    metadata = {"namespace": "rl", "name": "account", "labels": {names.COMPONENT_LABEL: "pods"}}
+    return Create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
+
+
+async def test_no_pod_is_created_while_the_name_of_its_service_account_is_taken() -> None:
+    retries = Retries(account(), pod(0), quota=1)
+    retries.api.taken = {"account"}
+    (rejection,) = await retries.run(100)
+    assert ("account", "NameConflict") == (rejection.target.name, rejection.reason)
+    assert not retries.api.created
+    retries.api.taken = set()
+    await retries.run(165)
+    assert {"pod-0"} == retries.api.created
+
+
+async def test_a_job_that_is_created_again_waits_for_the_objects_of_its_predecessor_to_be_deleted() -> None:
+    retries = Retries(account(), pod(0), quota=1)
+    retries.api.taken = {"account"}
+    retries.api.owners = [{"kind": "RolloutJob", "name": retries.observed.metadata["name"], "uid": "predecessor"}]
+    with pytest.raises(ApiError, match="StillTerminating") as caught:
+        await retries.run(5)
+    assert caught.value.transient
+    assert not retries.api.created
 
 
 async def test_jobs_beyond_their_quota_do_not_delay_the_head_of_another_tenant() -> None:

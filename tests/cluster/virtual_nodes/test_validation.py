@@ -235,7 +235,7 @@ def test_the_operator_reports_what_the_api_server_cannot_check(
 def test_a_misspelt_field_of_a_pod_template_is_reported(operated_jobs: Jobs) -> None:
     operated_jobs.create("misspelt", head={"podTemplate": {"spec": {"hostAliasses": []}}})
     assert 'unknown field "spec.hostAliasses"' in operated_jobs.wait_for_event("misspelt", "BadRequest")
-    operated_jobs.wait(lambda: operated_jobs.condition("misspelt", "EngineReady") == ("False", "BadRequest"))
+    operated_jobs.wait(lambda: operated_jobs.condition("misspelt", "WorkersReady") == ("False", "BadRequest"))
     assert not operated_jobs.pods("misspelt", names.HEAD)
 
 

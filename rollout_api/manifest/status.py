@@ -40,7 +40,7 @@ class ConditionType(StrEnum):
     READY = "Ready"
     """The job is in the state that its spec asks for. Tools such as ``kubectl wait``, Argo CD and Flux read this."""
     STALLED = "Stalled"
-    """The job will not become ready without a change of its spec; a convention of kstatus."""
+    """The job will probably not become ready without a change of its spec or of the cluster. This follows kstatus."""
 
 
 class State(StrEnum):
@@ -179,6 +179,21 @@ class Failure(ManifestModel):
     """Whether the failure counts towards backoffLimit."""
 
 
+class Backoff(ManifestModel):
+    """Failures of pods and their replacements, which delay the next replacements."""
+
+    pods: list[str]
+    """Names of the head, the prefetch pod or workers, for all of which the following holds."""
+    reason: str
+    """Reason of the last failure."""
+    time: str = Field(json_schema_extra={"format": "date-time"})
+    """Time of the last failure."""
+    seconds: int = Field(ge=0)
+    """Seconds after that time when they may be replaced."""
+    nodes: list[str] = Field(default_factory=list)
+    """The nodes that rejected them last. A node that is listed twice is avoided."""
+
+
 class Connection(ManifestModel):
     """What a trainer needs to connect to the job. The ConfigMap ``<job>-connection`` has the same data."""
 
@@ -238,6 +253,8 @@ class RolloutJobStatus(ManifestModel):
     """When the pods that failedPods counts have failed."""
     failures: list[Failure] = Field(default_factory=list)
     """The latest failures."""
+    backoffs: list[Backoff] = Field(default_factory=list)
+    """Which pods have failed lately, and when they are replaced."""
     revision: Revision | None = None
     """The settings with which new pods are created; none while the job is suspended."""
     model_prefetch: ModelPrefetch | None = None

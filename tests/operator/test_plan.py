@@ -156,7 +156,7 @@ def test_an_event_states_why_a_pod_failed(end: dict[str, Any], reason: str) -> N
 
 def test_an_evicted_worker_is_not_counted_and_is_replaced_at_once() -> None:
     cluster = running_job(lifecycle={"backoffLimit": 0})
-    cluster.terminate("math-worker-1", 137, pod_reason="Evicted")
+    cluster.terminate("math-worker-1", 137, pod_reason="Evicted", disrupted=True)
     cluster.reconcile()
     assert 0 == cluster.status["failedPods"]
     assert not cluster.status["failures"][0]["counted"]
@@ -416,7 +416,7 @@ def test_a_worker_that_does_not_terminate_on_a_node_that_is_ready_keeps_its_gpus
 def test_pending_replacements_are_capped() -> None:
     cluster = running_job(workers={"replicas": 6, "maxPendingReplacements": 2})
     for name in cluster.workers():
-        cluster.terminate(name, 137, pod_reason="NodeLost")
+        cluster.terminate(name, 137, disrupted=True)
     cluster.reconcile()
     assert 2 == len(cluster.workers())
     cluster.run_all()

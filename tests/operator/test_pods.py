@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollout_operator.__main__ import parse_arguments
 from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.names import TRAINER_LABEL
 from rollout_operator.objects.observed import ClusterInfo
 from rollout_operator.objects.owned_objects import needs_apply, owned_objects
 from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
@@ -344,8 +345,38 @@ def test_the_head_knows_the_hash_of_the_token_but_no_secret() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] in OPEN_PAGES
 
 
-def network_policy(cluster: ClusterInfo) -> dict[str, Any]:
-    made = owned_objects(job_context(), cluster, workers=1)
+def admitted_pods(policy: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the peers that a policy admits on all ports, besides the job's own pods."""
+    [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
+    return [peer for peer in rule["from"] if peer != {"podSelector": policy["spec"]["podSelector"]}]
+
+
+@pytest.mark.parametrize(
+    ("weights", "admitted"),
+    [
+        ({}, [{"podSelector": {"matchLabels": {TRAINER_LABEL: "math"}}}]),
+        ({"transfer": "none"}, []),
+        (
+            {"trainerPods": {"app": "trl"}, "trainerNamespace": "training"},
+            [
+                {
+                    "podSelector": {"matchLabels": {"app": "trl"}},
+                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "training"}},
+                }
+            ],
+        ),
+    ],
+)
+def test_a_trainer_that_sends_weights_from_memory_may_connect_to_the_engines(
+    weights: dict[str, Any], admitted: list[dict[str, Any]]
+) -> None:
+    assert admitted == admitted_pods(network_policy(ClusterInfo(), weights=weights))
+    limited = network_policy(ClusterInfo(egress_rules=()), weights=weights)
+    assert admitted == limited["spec"]["egress"][0]["to"][1:]
+
+
+def network_policy(cluster: ClusterInfo, **sections: Any) -> dict[str, Any]:
+    made = owned_objects(job_context(**sections), cluster, workers=1)
     return next(resource for resource in made if resource["kind"] == "NetworkPolicy")
 
 
@@ -355,8 +386,9 @@ def test_connections_of_pods_are_limited_if_the_operator_knows_where_redis_is() 
     limited = network_policy(ClusterInfo(egress_rules=rules))
     assert ["Ingress", "Egress"] == limited["spec"]["policyTypes"]
     # The trainer and the job's other pods, in the same namespace.
-    assert [{"to": [{"podSelector": {}}]}, *rules] == limited["spec"]["egress"]
-    assert [{"to": [{"podSelector": {}}]}] == network_policy(ClusterInfo(egress_rules=()))["spec"]["egress"]
+    same_namespace = {"to": [{"podSelector": {}}, {"podSelector": {"matchLabels": {TRAINER_LABEL: "math"}}}]}
+    assert [same_namespace, *rules] == limited["spec"]["egress"]
+    assert [same_namespace] == network_policy(ClusterInfo(egress_rules=()))["spec"]["egress"]
     # The policies of existing jobs are changed when the operator's options change.
     unlimited = network_policy(ClusterInfo())
     assert needs_apply(limited, unlimited)

@@ -106,4 +106,6 @@ def test_every_explained_reason_exists() -> None:
     names = (conditions | events) - {kind.value for kind in ConditionType} - {state.value for state in State}
     # Those that the kubelet and the scheduler report, and the operator passes on.
     passed_on = {"ErrImagePull", "ImagePullBackOff", "CrashLoopBackOff", "OOMKilled", "Unschedulable"} | KUBERNETES_ONLY
+    passed_on |= {"Evicted", "NodeAffinity", "NodeShutdown", "OutOfcpu", "OutOfmemory", "OutOfpods", "Preempting"}
+    passed_on |= {"Terminated", "TopologyAffinityError", "UnexpectedAdmissionError"}
     assert set() == {name for name in names if REASON.fullmatch(name) and f'"{name}"' not in code} - passed_on

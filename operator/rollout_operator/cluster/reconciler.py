@@ -16,6 +16,7 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.status import ConditionType
 from rollout_api.status_token import StatusToken
 from rollout_operator.cluster.apply import OutdatedError, execute, post_event
+from rollout_operator.cluster.fair_semaphore import FairSemaphore
 from rollout_operator.cluster.informer import WorkQueue
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, reference
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
@@ -30,7 +31,6 @@ from rollout_operator.objects.observed import (
     Observed,
     PodView,
     Rejection,
-    Target,
 )
 from rollout_operator.objects.runtimes import RuntimeKey
 from rollout_operator.planning.actions import Event
@@ -39,12 +39,10 @@ from rollout_operator.planning.plan import plan
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENCY = 16
+_CONCURRENCY = 32
 """Number of jobs that are reconciled at the same time."""
-_RETRY_REJECTED_S = 10.0
-"""Time until an action that the API server rejected is tried again."""
-_FORGET_REJECTION_S = 2.5 * _RETRY_REJECTED_S
-"""Age at which a rejected action that was not rejected again is no longer reported."""
+_CONCURRENCY_PER_NAMESPACE = 8
+"""Number of jobs of a namespace that are, so that one whose requests take long does not delay the others."""
 
 
 @dataclass
@@ -74,28 +72,29 @@ class Reconciler:
         self.runtimes = RuntimeCache(cache, self.queue.add)
         self._api, self._cache, self._default_image = api, cache, default_image
         self._head_statuses = HeadStatusReader(status_token)
+        self._semaphore = FairSemaphore(_CONCURRENCY, _CONCURRENCY_PER_NAMESPACE)
         self._rejections: dict[JobKey, tuple[Rejection, ...]] = {}
         """Actions that the API server rejected recently, by job."""
 
     async def run(self) -> None:
         """Reconcile the jobs in the queue, several at the same time, until cancelled."""
-        workers = [asyncio.ensure_future(self._process_queue()) for _ in range(_CONCURRENCY)]
+        reconciles: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.gather(*workers)
+            while True:
+                task = asyncio.create_task(self._process(await self.queue.get()))
+                reconciles.add(task)
+                task.add_done_callback(reconciles.discard)
         finally:
-            await cancel_and_wait(*workers)
+            await cancel_and_wait(*reconciles)
             await self._head_statuses.close()
 
-    async def _process_queue(self) -> None:
-        while True:
-            key = await self.queue.get()
+    async def _process(self, key: JobKey) -> None:
+        async with self._semaphore.hold(key[0]):
             started = time.monotonic()
             self.counts.reconciles += 1
             log_fields = {"job": "/".join(key)}
             try:
                 await self._reconcile(key)
-            except asyncio.CancelledError:
-                raise
             except OutdatedError:
                 # Usually the watch delivers the newer job and adds the key; the retry is for the case that the watch
                 # had delivered it before.
@@ -113,6 +112,11 @@ class Reconciler:
                 self.queue.done(key)
             self.counts.seconds += time.monotonic() - started
 
+    @property
+    def num_queued(self) -> int:
+        """Number of jobs whose next reconcile has not begun."""
+        return len(self.queue) + self._semaphore.num_waiting
+
     def reconcile_namespace(self, namespace: str) -> None:
         """Reconcile all jobs of a namespace that was selected."""
         for key in self._cache.job_keys():
@@ -129,26 +133,20 @@ class Reconciler:
         observed = await self._observe(key, job)
         planned = plan(observed)
         rejections = await execute(self._api, self._cache, observed, planned)
-        new_targets = self._record_rejections(key, rejections, observed.now)
-        for rejection in rejections:
-            if rejection.target in new_targets:
-                await post_event(self._api, job, Event("Warning", rejection.reason, str(rejection)), observed.now)
         if rejections:
-            # A new rejection must appear in the status at once; all rejected actions are tried again later.
-            self.queue.add(key, 0.0 if new_targets else _RETRY_REJECTED_S)
-        if planned.requeue_after is not None:
-            self.queue.add(key, planned.requeue_after)
-
-    def _record_rejections(self, key: JobKey, rejections: list[Rejection], now: float) -> set[Target]:
-        """Record rejected actions, and return the targets that were not rejected recently."""
-        recent = [known for known in self._rejections.get(key, ()) if now - known.time < _FORGET_REJECTION_S]
-        targets = {rejection.target for rejection in rejections}
-        recorded = (*(known for known in recent if known.target not in targets), *rejections)
-        if recorded:
-            self._rejections[key] = recorded
+            self._rejections[key] = rejections
         else:
             self._rejections.pop(key, None)
-        return targets - {known.target for known in recent}
+        known_reasons = {known.reason for known in observed.rejections}
+        for reason, rejection in {one.reason: one for one in rejections if one.reason not in known_reasons}.items():
+            await post_event(self._api, job, Event("Warning", reason, str(rejection)), observed.now)
+        delays = [one.retry_time - observed.now for one in rejections if one.retry_time > observed.now]
+        if {one.scope for one in rejections} - {known.scope for known in observed.rejections}:
+            delays.append(0.0)  # a new rejection must appear in the status at once
+        if planned.requeue_after is not None:
+            delays.append(planned.requeue_after)
+        if delays:
+            self.queue.add(key, min(delays))
 
     async def _observe(self, key: JobKey, job: Manifest) -> Observed:
         uid = job["metadata"]["uid"]

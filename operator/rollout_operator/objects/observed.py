@@ -17,6 +17,8 @@ Manifest = Mapping[str, Any]
 _TERMINATED_PHASES = ("Succeeded", "Failed")
 _OVERDUE_AFTER_S = 30.0
 """Seconds after a pod's deletion deadline after which the operator asks whether its node is lost."""
+_START_S = 600.0
+"""Seconds for which a pod that is not ready is expected to become so."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,12 @@ class PodView:
     exit_code: int | None
     disrupted: bool
     """Whether the cluster ended the pod, by its condition DisruptionTarget."""
+    rejected: bool
+    """Whether the kubelet refused to run the pod, for example with UnexpectedAdmissionError or OutOfcpu."""
     replacement: bool
     """Whether another worker occupied this pod's slot before."""
+    avoided_nodes: frozenset[str]
+    """Names of the nodes on which the pod must not be scheduled, because they rejected earlier pods in its place."""
     ip: str
     node: str
 
@@ -128,6 +134,7 @@ class PodView:
         reason, message, exit_code = _outcome(status, phase, component)
         slot, rank = labels.get(names.SLOT_LABEL, ""), labels.get(names.RANK_LABEL, "")
         has_running_containers = status.get("phase") not in _TERMINATED_PHASES and not _is_removed(metadata, spec)
+        annotations = metadata.get("annotations", {})
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
@@ -152,7 +159,9 @@ class PodView:
             message=message,
             exit_code=exit_code,
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
-            replacement=names.REPLACEMENT_ANNOTATION in metadata.get("annotations", {}),
+            rejected=_is_rejected(status),
+            replacement=names.REPLACEMENT_ANNOTATION in annotations,
+            avoided_nodes=frozenset(annotations.get(names.AVOIDED_NODES_ANNOTATION, "").split(",")) - {""},
             ip=status.get("podIP", ""),
             node=spec.get("nodeName", ""),
         )
@@ -191,6 +200,15 @@ class PodView:
             return False
         return now - self.unready_since > timeout
 
+    def is_expected(self, now: float) -> bool:
+        """Return whether the pod is ready or will be soon, or is handing over what it has begun."""
+        if self.terminated or not self.has_running_containers or self.is_overdue(now):
+            return False
+        if self.deleting or self.ready:
+            return True
+        since = self.created if self.unready_since is None else self.unready_since
+        return not self.gated and not self.unschedulable and now - since < _START_S
+
     def is_overdue(self, now: float) -> bool:
         """Return whether the pod should have been removed long ago, but its node has not done so."""
         return self.deletion_deadline is not None and now > self.deletion_deadline + _OVERDUE_AFTER_S
@@ -212,6 +230,20 @@ def _is_removed(metadata: Manifest, spec: Manifest) -> bool:
     return bool(metadata.get("deletionTimestamp")) and (
         not spec.get("nodeName") or metadata.get("deletionGracePeriodSeconds") == 0
     )
+
+
+def _is_rejected(status: Manifest) -> bool:
+    """Return whether the kubelet refused to run a pod.
+
+    It then sets the pod's phase and a reason before it has run any container. An exceeded ``activeDeadlineSeconds``
+    looks alike, and so does an eviction by older kubelets, whose message says whether the node lacks something or the
+    pod has exceeded its own limit.
+    """
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    reason = status.get("reason", "") if status.get("phase") == "Failed" else ""
+    if reason == "Evicted":
+        return "The node " in status.get("message", "")
+    return reason not in ("", "DeadlineExceeded") and all(_exit_code(container) is None for container in containers)
 
 
 def _main_container(status: Manifest, component: str) -> Manifest:
@@ -370,6 +402,9 @@ class Target:
         return name if self.operation == "content" else f"the {self.operation} of {name}"
 
 
+_FIRST_RETRY_S, _MAX_RETRY_S = 10.0, 160.0
+
+
 @dataclass(frozen=True)
 class Rejection:
     """An action that the API server rejected recently."""
@@ -380,6 +415,17 @@ class Rejection:
     """The reason that the API server gave, such as ``Forbidden``."""
     message: str
     time: float
+    scope: tuple[str, ...] = ()
+    """The actions that would be rejected alike."""
+    generation: int = 0
+    """``metadata.generation`` of the job that the action was planned for."""
+    count: int = 1
+    """How often in a row such actions were rejected."""
+
+    @property
+    def retry_time(self) -> float:
+        """When one of these actions is tried again: after 10, 20, 40 … 160 s."""
+        return self.time + min(_MAX_RETRY_S, _FIRST_RETRY_S * 2.0 ** (self.count - 1))
 
     def __str__(self) -> str:
         """Return a message for conditions and Events."""

@@ -469,6 +469,26 @@ def _claim(name: str | None) -> dict[str, Any] | None:
     return None if name is None else {"persistentVolumeClaim": {"claimName": name}}
 
 
+def avoid_nodes(pod: dict[str, Any], nodes: Collection[str]) -> dict[str, Any]:
+    """Keep a pod off some nodes, in addition to its other constraints, and return it."""
+    if not nodes:
+        return pod
+    metadata, spec = pod["metadata"], pod["spec"]
+    metadata["annotations"] = {
+        **(metadata.get("annotations") or {}),
+        names.AVOIDED_NODES_ANNOTATION: ",".join(sorted(nodes)),
+    }
+    affinity = dict(spec.get("affinity") or {})
+    node_affinity = dict(affinity.get("nodeAffinity") or {})
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (node_affinity.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    avoids = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
+    # A node has to match one of the terms, so that each of them needs the expression.
+    terms = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), avoids]} for term in terms]
+    spec["affinity"] = {**affinity, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
+    return pod
+
+
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the user's template into the pod, but keep the metadata that the operator finds the pod by.
 
@@ -485,6 +505,7 @@ def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[s
     labels = {**(metadata.get("labels") or {}), **required["labels"]}
     own = {name: value for name, value in required["annotations"].items() if name == names.REPLACEMENT_ANNOTATION}
     annotations = {**(metadata.get("annotations") or {}), **own}
+    annotations.pop(names.AVOIDED_NODES_ANNOTATION, None)
     result["metadata"] = {**metadata, **required, "labels": labels, "annotations": annotations}
     return result
 

@@ -29,6 +29,7 @@ from rollout_operator.objects.owned_objects import (
     DEPLOYMENT,
     check_pods_can_run,
     connection,
+    disruption_budget,
     is_outdated,
     owned_objects,
     server_objects,
@@ -43,7 +44,7 @@ from rollout_operator.planning.conditions import (
     is_true,
     set_summary,
 )
-from rollout_operator.planning.failures import JOB_COMPONENTS, backoff_delay, record_failures
+from rollout_operator.planning.failures import JOB_COMPONENTS, backoffs_by_place, record_failures, repeated_failure
 from rollout_operator.planning.pod_planner import PodPlanner, desired_workers
 from rollout_operator.planning.teardown import (
     POD_NOT_TERMINATING,
@@ -95,7 +96,7 @@ class JobPlanner:
             self._plan_active()
         suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
         state = derive_state(self.conditions, suspending=suspending)
-        set_summary(self.conditions, state)
+        set_summary(self.conditions, state, repeated_failure(backoffs_by_place(self.status), at_limit=True))
         self._update_status(
             observed_generation=self.generation,
             state=state,
@@ -294,7 +295,7 @@ class JobPlanner:
             "Suspended",
             "The job has no pods. Its unfinished rollouts are in Redis and continue from there when it resumes.",
         )
-        self._update_status(pod_group=None, revision=None)
+        self._update_status(pod_group=None, revision=None, backoffs=[])
         if self.status.start_time is not None:
             self._update_status(active_seconds=int(self._active_seconds()), start_time=None)
         if self.conditions.transition(ConditionType.SUSPENDED):
@@ -318,12 +319,9 @@ class JobPlanner:
             # It would never admit a smaller group again after a preemption.
             desired = self.context.num_grouped_workers
         self._plan_objects(desired)
-        failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
-        backoff = backoff_delay(failure_times, self.observed.now)
-        if backoff:
-            self.builder.requeue(backoff)
-        pods = PodPlanner(self.observed, self.context, self.builder, self.listed_failures, backoff)
-        conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
+        backoffs = backoffs_by_place(self.status)
+        pods = PodPlanner(self.observed, self.context, self.builder, self.listed_failures, backoffs)
+        conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions, backoffs)
         workers: list[PodView] = []
         if self._waits_for_model:
             pods.plan_prefetch()
@@ -339,6 +337,7 @@ class JobPlanner:
                 workers = pods.plan_workers(desired, self.status.workers.slots_used)
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update(desired, workers)
+        self._plan_disruption_budget()
         self._update_pods(pods, desired)
         self._update_progress()
         head = self.observed.head
@@ -355,7 +354,7 @@ class JobPlanner:
         can_roll = self._can_roll and not _ONLY_ON_RESUME.intersection(self._pending_changes())
         may_change = can_roll or not self.observed.has_pods
         if self.context.revision is None or (may_change and self._pending_changes() and not self._invalid_update()):
-            self._update_status(revision=self.wanted_revision)
+            self._update_status(revision=self.wanted_revision, backoffs=[])
             self.context = self.wanted_context.pinned_to(self.wanted_revision)
             self.job = self.context.job
 
@@ -462,17 +461,35 @@ class JobPlanner:
 
     def _plan_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
-        objects = owned_objects(self.context, self.observed.cluster, workers=workers)
-        for desired in (*objects, *server_objects(self.context)):
-            actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
-            if actual is None and desired["kind"] == DEPLOYMENT and not self._has_ready_head:
-                continue  # a server would wait for the job in vain, for example while the job is queued
-            if actual is None:
-                self.builder.actions.append(Create(desired))
-            elif is_outdated(desired, actual):
-                self.builder.actions.append(Apply(desired))
+        for desired in (
+            *owned_objects(self.context, self.observed.cluster, workers=workers),
+            *server_objects(self.context),
+        ):
+            self._plan_object(desired)
         if self.job.spec.server is None:
             delete_server(self.builder, self.observed)
+
+    def _plan_object(self, desired: dict[str, Any]) -> None:
+        actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
+        # A server would wait in vain for a job without a head, for example while the job is queued.
+        if actual is None and (desired["kind"] != DEPLOYMENT or self._has_ready_head):
+            self.builder.actions.append(Create(desired))
+        elif actual is not None and is_outdated(desired, actual):
+            self.builder.actions.append(Apply(desired))
+
+    def _plan_disruption_budget(self) -> None:
+        """Let one of the pods that serve the job, or will soon, be evicted at a time.
+
+        Pods that cannot be scheduled or created do not count, or they would block every eviction.
+        """
+        pods = [pod for pod in self.observed.pods if pod.component in (names.HEAD, names.WORKER)]
+        num_expected = sum(pod.is_expected(self.observed.now) for pod in pods)
+        if not any(rejection.target.kind == "Pod" for rejection in self.observed.rejections):
+            num_expected += sum(
+                isinstance(action, Create) and action.manifest["kind"] == "Pod" for action in self.builder.actions
+            )
+        if (api_version := self.observed.cluster.disruption_budget_api) is not None:
+            self._plan_object(disruption_budget(self.context, self.observed.cluster, api_version, num_expected))
 
     # Status
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rollout_operator.cluster import reconciler
-from rollout_operator.cluster.reconciler import HeadStatusReader
+from rollout_operator.cluster import head_status
+from rollout_operator.cluster.head_status import HeadStatusReader
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
@@ -79,7 +79,7 @@ async def test_heads_that_do_not_answer_hardly_delay_the_others(monkeypatch: pyt
             assert 7 == status.done
             await asyncio.gather(*reader._reads.values())
             # Those that did not answer are not waited for at all the next time.
-            monkeypatch.setattr(reconciler, "_MAX_WAIT_S", 60.0)
+            monkeypatch.setattr(head_status, "_MAX_WAIT_S", 60.0)
         await reader.close()
 
 

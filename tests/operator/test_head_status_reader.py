@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -34,12 +35,16 @@ def head(ip: str, uid: str) -> PodView:
 
 
 @asynccontextmanager
-async def serving(ip: str, delay_s: float) -> AsyncIterator[None]:
+async def serving(ip: str, delay_s: float = 0.0, body: bytes = b'{"done": 7}', code: int = 200) -> AsyncIterator[None]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(delay_s)
-        body = b'{"done": 7}'
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (code, len(body)))
+        with suppress(ConnectionError):  # the reader may have seen enough
+            for start in range(0, len(body), 1 << 16):
+                writer.write(body[start : start + (1 << 16)])
+                await writer.drain()
+                await asyncio.sleep(0)  # the reader, in the same event loop, reads what has arrived until here
         writer.close()
 
     connections: set[asyncio.Task[None]] = set()
@@ -101,6 +106,58 @@ async def test_a_head_that_stops_answering_loses_its_status() -> None:
         assert await reader.read(pod, ignore) is not None
     assert await reader.read(pod, ignore) is None
     await reader.close()
+
+
+async def read_answer(monkeypatch: pytest.MonkeyPatch, body: bytes, code: int = 200) -> tuple[HeadStatus | None, str]:
+    """Return the status of a head that answers so, and why it cannot be used."""
+    monkeypatch.setattr(head_status, "_MAX_WAIT_S", 60.0)
+    reader, pod = HeadStatusReader(), head(HEALTHY, "head")
+    async with serving(HEALTHY, body=body, code=code):
+        status = await reader.read(pod, ignore)
+    await reader.close()
+    return status, reader.problem(pod)
+
+
+async def test_the_status_of_1024_engines_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [{"worker": f"math-worker-{number}", "counters": {"x" * 2000: 1.0}} for number in range(1024)]
+    status, problem = await read_answer(monkeypatch, json.dumps({"done": 7, "engines": engines}).encode())
+    assert "" == problem
+    assert status is not None
+    assert (7, [engine["worker"] for engine in engines]) == (status.done, [engine.worker for engine in status.engines])
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "problem"),
+    [
+        (b'{"done": 7}' + b" " * (4 << 20), 200, "it is larger than 4 MiB"),
+        (b"{", 200, "EOF while parsing"),
+        (b"[]", 200, "should be an object"),
+        (b"no", 401, "HTTP status 401"),
+        (b'{"done": 1e999}', 200, "done: "),
+        (b'{"done": 1%s}' % (b"0" * 30), 200, "done: "),
+        (b'{"done": 1%s}' % (b"0" * 9000), 200, "number out of range"),
+        (b'{"waiting": -1}', 200, "waiting: "),
+        (b'{"tokens_per_second": NaN}', 200, "tokens_per_second: "),
+        (b'{"remaining_seconds": 1e300}', 200, "remaining_seconds: "),
+        (b'{"saved": "-inf"}', 200, "saved: "),
+        (b'{"engines": [{"max_running": -1}]}', 200, "engines.0.max_running: "),
+        (b'{"engines": [%s{}]}' % (b"{}," * 1_000_000), 200, "engines: "),
+        (b'{"redis_error": "\\ud800"}', 200, ""),
+        (b'{"environment_errors": {"%s": {}}}' % (b"x" * 1_000_000), 200, "environment_errors.xxx"),
+    ],
+    ids=lambda value: str(value[:40]) if isinstance(value, bytes) else None,
+)
+async def test_a_status_that_cannot_be_used_is_dropped_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, code: int, problem: str
+) -> None:
+    status, said = await read_answer(monkeypatch, body, code)
+    assert status is None
+    assert problem in said
+    assert 0 < len(said) <= 300
+
+
+async def test_a_head_that_is_starting_has_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (None, "") == await read_answer(monkeypatch, b'{"error": "the coordinator is still reading"}', 503)
 
 
 def test_every_field_is_in_the_coordinators_status() -> None:

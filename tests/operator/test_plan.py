@@ -543,6 +543,54 @@ def test_each_type_of_error_of_an_environment_is_reported_once() -> None:
     assert "(timeout): the environment took more than 600 s" in event.message
 
 
+def test_a_head_with_thousands_of_types_of_errors_causes_one_event_and_a_small_status() -> None:
+    cluster = running_job()
+    error = {"count": 1, "problem": "p" * 5000, "message": "m" * 5000}
+    errors = {f"type-{number}": error for number in range(25_000)}
+    cluster.head = HeadStatus.model_validate(cluster.head.model_dump() | {"environment_errors": errors})
+    cluster.reconcile()
+    (event,) = [event for event in cluster.events if event.reason == "EnvironmentErrors"]
+    assert len(event.message) <= 600
+    assert 16 == len(cluster.status["environmentErrors"])
+    assert len(json.dumps(cluster.status)) < 50_000
+
+
+def test_a_job_whose_head_reports_the_largest_numbers_and_texts_can_be_suspended() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2, "maxReplicas": 16})
+    text, most = "x" * 100_000, 2**53
+    counts = ("weight_version", "waiting", "assigned", "done", "total", "epoch", "tokens", "decoding_steps", "canaries")
+    seconds = ("tokens_per_second", "remaining_seconds", "work_seconds", "tail_seconds", "accepted_per_step")
+    engine = {"worker": text, "max_running": most, "assigned": most, "idle_seconds": most}
+    cluster.head = HeadStatus.model_validate(
+        {
+            **dict.fromkeys([*counts, *seconds], most),
+            "saved": -most,
+            "engines": [engine] * 3,
+            "unverified": [text] * 3,
+            "redis_error": text,
+            "engine_errors": {text: text},
+        }
+    )
+    cluster.reconcile()
+    assert len(json.dumps(cluster.status)) < 20_000
+    assert cluster.status["progress"]["open"] < 2**63
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
+
+
+def test_a_head_whose_status_cannot_be_used_is_reported_and_its_job_can_be_suspended() -> None:
+    cluster = running_job()
+    cluster.head, cluster.head_problem = None, "done: Input should be finite"
+    cluster.reconcile()
+    assert ("Unknown", "HeadStatusInvalid") == cluster.condition("EngineReady")
+    (event,) = [event for event in cluster.events if event.reason == "HeadStatusInvalid"]
+    assert "The operator cannot use the status of the head: done: Input should be finite" == event.message
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
+
+
 def test_autoscaling_adds_no_worker_for_a_short_queue() -> None:
     cluster = running_job(workers={"autoscale": True, "replicas": 2})
     status = head_status(cluster.workers(), waiting=60, assigned=16)

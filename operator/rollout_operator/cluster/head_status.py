@@ -17,7 +17,10 @@ from rollout_operator.objects import names
 from rollout_operator.objects.observed import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus, PodView
 
 _STATUS_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-_MAX_RESPONSE_BYTES = 8 << 20
+_MAX_STATUS_MIB = 4
+"""Maximum size of a status. Heads of earlier versions send 2.2 kB per engine."""
+_MAX_PROBLEM = 300
+"""Maximum length of the text that says why a status cannot be used."""
 _MAX_WAIT_S = 0.2
 """Time that a reconcile waits for a head's answer."""
 _MAX_CONCURRENT_RETRIES = 64
@@ -33,7 +36,9 @@ class _CachedStatus:
     asked_at: float
     """When the head was last asked, in seconds of the monotonic clock."""
     status: HeadStatus | None
-    """Its answer; None if it did not answer."""
+    """Its answer; None if it did not answer, or if the answer cannot be used."""
+    problem: str = ""
+    """Why the answer cannot be used."""
 
 
 class HeadStatusReader:
@@ -66,7 +71,7 @@ class HeadStatusReader:
         *on_late_answer* is called if the head answers after this method has returned.
 
         Returns:
-            The status; None if there is no running head, or if it has not answered yet.
+            The status; None if there is no running head, if it has not answered yet, or if its answer cannot be used.
         """
         if head is None or not head.ip or head.phase != "Running":
             return None
@@ -81,9 +86,14 @@ class HeadStatusReader:
         known = self._cache.get(head.uid)
         return None if known is None else known.status
 
+    def problem(self, head: PodView | None) -> str:
+        """Return why the last answer of a head cannot be used; empty if it can, or if there was none."""
+        known = None if head is None else self._cache.get(head.uid)
+        return "" if known is None else known.problem
+
     def _is_outdated(self, known: _CachedStatus) -> bool:
         if known.status is None:
-            lifetime = _RETRY_AFTER_S
+            lifetime = self._lifetime_s if known.problem else _RETRY_AFTER_S
         else:
             lifetime = self._lifetime_s if known.status.engines else min(self._lifetime_s, 0.9 * STARTING_PERIOD_S)
         return time.monotonic() - known.asked_at >= lifetime
@@ -91,7 +101,12 @@ class HeadStatusReader:
     async def _refresh(self, head: PodView, *, is_retry: bool) -> None:
         try:
             async with self._free_retries if is_retry else nullcontext():
-                self._cache[head.uid] = _CachedStatus(time.monotonic(), await self._fetch(head.ip))
+                asked_at = time.monotonic()
+                try:
+                    answer = _CachedStatus(asked_at, await self._fetch(head.ip))
+                except ValueError as error:
+                    answer = _CachedStatus(asked_at, None, _describe(error)[:_MAX_PROBLEM])
+                self._cache[head.uid] = answer
         finally:
             del self._reads[head.uid]
         if len(self._cache) > _MAX_CACHED:
@@ -99,22 +114,45 @@ class HeadStatusReader:
             self._cache = {uid: entry for uid, entry in self._cache.items() if entry.asked_at > oldest}
 
     async def _fetch(self, ip: str) -> HeadStatus | None:
+        """Return the status of a head; None if it does not answer.
+
+        Raises:
+            ValueError: the answer cannot be used.
+        """
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
+            # A compressed answer might be much larger than what is received.
             self._session = aiohttp.ClientSession(
-                timeout=_STATUS_TIMEOUT, connector=connector, headers=self._token.headers()
+                timeout=_STATUS_TIMEOUT,
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={**self._token.headers(), "Accept-Encoding": "identity"},
+                auto_decompress=False,
             )
         host = f"[{ip}]" if ":" in ip else ip
+        body = bytearray()
         try:
             async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status", allow_redirects=False) as response:
-                if response.status != 200:
+                if response.status == 503:  # the coordinator is starting
                     return None
-                return HeadStatus.model_validate_json(await response.content.read(_MAX_RESPONSE_BYTES))
-        except (TimeoutError, aiohttp.ClientError, OSError, ValidationError):
+                if response.status != 200:
+                    raise ValueError(f"the answer has the HTTP status {response.status}")
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > _MAX_STATUS_MIB << 20:
+                        raise ValueError(f"it is larger than {_MAX_STATUS_MIB} MiB")
+        except (TimeoutError, aiohttp.ClientError, OSError):
             return None
+        return HeadStatus.model_validate_json(bytes(body))
 
     async def close(self) -> None:
         """Cancel reads in progress and close all connections."""
         await cancel_and_wait(*self._reads.values())
         if self._session is not None:
             await self._session.close()
+
+
+def _describe(error: ValueError) -> str:
+    """Return the first of the errors of a status."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ": ".join(filter(None, (".".join(str(key)[:100] for key in first["loc"]), first["msg"])))

@@ -159,6 +159,7 @@ class Reconciler:
             cluster=self.cluster,
             default_image=self._default_image,
             last_head_status=status,
+            head_problem=self._head_statuses.problem(head),
             lost_nodes=await self._lost_nodes(
                 {pod.node for pod in pods if pod.node and not pod.retained and pod.is_overdue(now)}
             ),

@@ -503,12 +503,15 @@ class JobPlanner:
         self._update_environment_errors(head)
 
     def _update_environment_errors(self, head: HeadStatus) -> None:
-        """Show the errors of the environment, and report each new type of error as an Event."""
+        """Show the errors of the environment, and report new types of errors in one Event."""
         known = {error.type for error in self.status.environment_errors}
-        for kind, error in head.environment_errors.items():
-            if kind not in known:
-                message = f"Rollouts of the problem {error.problem} and maybe others got no reward ({kind}): "
-                self.builder.warn("EnvironmentErrors", f"{message}{error.message}"[:_MAX_ENVIRONMENT_MESSAGE])
+        if new := [kind for kind in head.environment_errors if kind not in known]:
+            error = head.environment_errors[new[0]]
+            kinds = new[0] if len(new) == 1 else f"{new[0]}, and {len(new) - 1} other types of errors"
+            message = (
+                f"Rollouts of the problem {error.problem} and maybe others got no reward ({kinds}): {error.message}"
+            )
+            self.builder.warn("EnvironmentErrors", message[:_MAX_ENVIRONMENT_MESSAGE])
         errors = [
             EnvironmentErrors(
                 type=kind,

@@ -9,14 +9,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import aiohttp
 import pytest
+import yarl
 from rollout_operator.cluster import head_status
 from rollout_operator.cluster.head_status import HeadStatusReader
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.protocol.status import EngineEntry, ServedStatus
+from rollout_api.protocol.status import BRIEF_ENGINE_FIELDS, EngineEntry, ServedStatus
+from rollout_head.coordinator.metrics import ENGINE_METRICS
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.job import EngineReport
+from tests.support.job_status import job_status
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
 """A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
@@ -162,4 +168,28 @@ async def test_a_head_that_is_starting_has_no_problem(monkeypatch: pytest.Monkey
 
 def test_every_field_is_in_the_coordinators_status() -> None:
     assert set() == HeadStatus.model_fields.keys() - ServedStatus.__required_keys__
-    assert set() == EngineStatus.model_fields.keys() - EngineEntry.__required_keys__
+    assert EngineStatus.model_fields.keys() == set(BRIEF_ENGINE_FIELDS)
+    assert set() == set(BRIEF_ENGINE_FIELDS) - EngineEntry.__required_keys__
+
+
+async def test_a_head_sends_the_operator_only_what_it_uses_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = dict.fromkeys(ENGINE_METRICS, 123456.789)
+    reports = {f"id-{i}": EngineReport(f"w-{i}/engine-0", f"math-worker-{i}/0", counters=counters) for i in range(1024)}
+    server = StatusServer(job_status(reports))
+    url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}/status"
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(url) as response:
+                assert counters == (await response.json())["engines"][0]["counters"]
+            async with session.get(f"{url}?engines=brief") as response:
+                body = await response.read()
+        monkeypatch.setattr(names, "HTTP_PORT", yarl.URL(url).port)
+        monkeypatch.setattr(head_status, "_MAX_WAIT_S", 60.0)
+        reader = HeadStatusReader()
+        status = await reader.read(head("127.0.0.1", "head"), ignore)
+        await reader.close()
+    finally:
+        await server.stop()
+    assert HeadStatus.model_validate_json(body) == status
+    assert {f"math-worker-{i}" for i in range(1024)} == {engine.worker for engine in status.engines}
+    assert len(body) < 120 * 1024

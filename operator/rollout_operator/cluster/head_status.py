@@ -130,7 +130,9 @@ class HeadStatusReader:
         host = f"[{ip}]" if ":" in ip else ip
         body = bytearray()
         try:
-            async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status", allow_redirects=False) as response:
+            # A head of an earlier version ignores the query, and answers with its whole status.
+            url = f"http://{host}:{names.HTTP_PORT}/status?engines=brief"
+            async with self._session.get(url, allow_redirects=False) as response:
                 if response.status == 503:  # the coordinator is starting
                     return None
                 if response.status != 200:

@@ -35,7 +35,10 @@ class StatusServer(HttpServer):
         status: ServedStatus = {**self._builder.last, "redis_error": redis_error}
         if request.query.get("engines") != "brief":
             return web.json_response(status)
-        engines = [{name: engine[name] for name in BRIEF_ENGINE_FIELDS} for engine in status["engines"]]
+        engines = [
+            {name: value for name, value in engine.items() if name in BRIEF_ENGINE_FIELDS}
+            for engine in status["engines"]
+        ]
         return web.json_response({**status, "engines": engines})
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -58,10 +58,21 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
 
     Raises:
         OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
-        ApiError: if a request failed temporarily. The remaining steps were not executed.
+        ApiError: if a request failed temporarily; the remaining steps were not executed. Also if the API server
+            rejected the status, for example because the CRD is that of another version. Then nothing was created,
+            because new pods depend on what the status says, but a job can still be suspended and deleted.
     """
+    status_error: ApiError | None = None
     if plan.status is not None:
-        await _write_status(api, cache, observed.job, plan)
+        try:
+            await _write_status(api, cache, observed.job, plan)
+        except ApiError as error:
+            if error.transient:
+                raise
+            status_error = error
+            event = Event("Warning", "StatusRejected", f"The API server rejected the job's status: {error.message}")
+            actions = tuple(action for action in plan.actions if not isinstance(action, Create | Apply))
+            plan = replace(plan, events=(event,), actions=actions)
     for event in plan.events:
         await post_event(api, observed.job, event, observed.now)
     rejections = []
@@ -75,6 +86,8 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
             target = _target(action, observed.job)
             rejections.append(Rejection(target, error.reason, error.message, observed.now))
             logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
+    if status_error is not None:
+        raise status_error
     return rejections
 
 

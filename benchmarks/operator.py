@@ -65,12 +65,12 @@ class Heads(StatusServer):
         super().__init__(self._builder)
         self.reads = 0
         """Number of requests so far."""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-
-    async def _serve(self) -> None:
+        loop = asyncio.new_event_loop()
         # Every virtual node has an address of its own in 127.0.0.0/8.
-        await self.start("0.0.0.0", HEAD_PORT)  # noqa: S104
+        loop.run_until_complete(self.start("0.0.0.0", HEAD_PORT))  # noqa: S104
+        threading.Thread(target=loop.run_until_complete, args=(self._update(),), daemon=True).start()
+
+    async def _update(self) -> None:
         while True:
             done = int(time.time())
             self._builder.update({"rollouts": done, "decoding_steps": done, "accepted_tokens": done}, {}, {})

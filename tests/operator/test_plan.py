@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -553,6 +554,23 @@ def test_a_head_with_thousands_of_types_of_errors_causes_one_event_and_a_small_s
     assert len(event.message) <= 600
     assert 16 == len(cluster.status["environmentErrors"])
     assert len(json.dumps(cluster.status)) < 50_000
+
+
+def test_the_status_of_a_later_version_is_read_after_a_rollback() -> None:
+    cluster = running_job()
+    cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    written = copy.deepcopy(cluster.status)
+    failure = written["failures"][0]
+    cluster.status.update(state="Hibernating", later={"field": 1}, startTime=written["startTime"])
+    cluster.status["progress"]["later"] = cluster.status["workers"]["later"] = cluster.status["revision"]["later"] = 1
+    cluster.status["failures"] = [{**failure, "later": 1}, {**failure, "uid": "other", "component": "cache"}]
+    cluster.status["conditions"].append({**written["conditions"][0], "type": "Later"})
+    cluster.reconcile()
+    assert written == cluster.status
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
 
 
 def test_a_job_whose_head_reports_the_largest_numbers_and_texts_can_be_suspended() -> None:

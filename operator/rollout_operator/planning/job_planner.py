@@ -78,7 +78,7 @@ class JobPlanner:
         self.job: RolloutJob = self.context.job
         self.generation: int = observed.metadata.get("generation", 0)
         status_fields = {name: value for name, value in observed.status.items() if name != "conditions"}
-        self.status = RolloutJobStatus.model_validate(status_fields)
+        self.status = RolloutJobStatus.read(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.listed_failures = {failure.uid for failure in self.status.failures}
         wanted = self.wanted_context

@@ -98,7 +98,10 @@ class WorkersStatus(ManifestModel):
 
 
 class ProgressStatus(ManifestModel):
-    """The progress of the job, as last reported by its head."""
+    """The progress of the job, as last reported by its head.
+
+    While only these figures change, they are written once a minute.
+    """
 
     done: int = Field(default=0, ge=0)
     """Number of finished rollouts."""
@@ -120,6 +123,8 @@ class ProgressStatus(ManifestModel):
     """Estimated seconds until all open requests are answered."""
     summary: str = ""
     """done/total, or done without a total."""
+    last_update_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When these figures were written."""
 
 
 class EnvironmentErrors(ManifestModel):

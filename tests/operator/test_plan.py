@@ -61,6 +61,7 @@ def test_faulty_drafting_sets_a_condition_and_posts_an_event() -> None:
 def test_a_job_succeeds_when_its_head_does() -> None:
     cluster = running_job(lifecycle={"ttlSecondsAfterFinished": 60})
     cluster.head = cluster.head.model_copy(update={"done": 90})
+    cluster.now += 60
     cluster.reconcile()
     assert "90" == cluster.status["progress"]["summary"]
     cluster.terminate(
@@ -535,6 +536,7 @@ def test_each_type_of_error_of_an_environment_is_reported_once() -> None:
         error = {"count": count, "problem": "sum-3", "message": "the environment took more than 600 s"}
         status = cluster.head.model_dump() | {"environment_errors": {"timeout": error}}
         cluster.head = HeadStatus.model_validate(status)
+        cluster.now += 60
         cluster.reconcile()
         (shown,) = cluster.status["environmentErrors"]
         assert {"type": "timeout", **error} == shown

@@ -8,6 +8,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.cluster.apply import execute
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
+from rollout_operator.objects.observed import HeadStatus
 from rollout_operator.planning.actions import Create, DeletePod
 from rollout_operator.planning.plan import plan
 
@@ -55,3 +56,38 @@ async def test_a_status_that_the_api_server_rejects_does_not_stand_before_deleti
     finally:
         await api.close()
         await runner.cleanup()
+
+
+def test_progress_alone_is_written_once_a_minute_and_anything_else_at_once() -> None:
+    cluster = running_job()
+
+    def num_writes(seconds: int, **reported: object) -> int:
+        count = 0
+        for second in range(0, seconds, 10):
+            cluster.now += 10
+            done = {"done": cluster.head.done + 1, "tokens_per_second": 1000.0 + second, "saved": second / 1000}
+            cluster.head = HeadStatus.model_validate(cluster.head.model_dump() | done | reported)
+            planned = cluster.plan()
+            count += planned.status is not None
+            cluster.execute(planned)
+        return count
+
+    num_writes(600)
+    assert 10 == num_writes(600)
+    assert cluster.head.done - cluster.status["progress"]["done"] < 6
+    for reported, kind in (({"waiting": 5, "assigned": 0}, "Progressing"), ({"engines": ()}, "EngineReady")):
+        before = cluster.condition(kind)
+        assert 1 == num_writes(10, **reported)
+        assert before != cluster.condition(kind)
+        assert cluster.head.done == cluster.status["progress"]["done"]
+    error = {"count": 1, "problem": "p", "message": "m"}
+    assert 1 == num_writes(10, environment_errors={"timeout": error})
+    assert 0 == num_writes(10, environment_errors={"timeout": {**error, "count": 2}})
+    assert 1 == num_writes(10, environment_errors={"timeout": error, "exit": error})
+
+
+def test_progress_that_does_not_change_is_not_written() -> None:
+    cluster = running_job()
+    for _ in range(30):
+        cluster.now += 10
+        assert cluster.plan().status is None

@@ -20,6 +20,7 @@ from rollout_operator.objects.observed import (
     STARTING_PERIOD_S,
     STATUS_PERIOD_S,
     HeadStatus,
+    Manifest,
     Observed,
     PodView,
     format_timestamp,
@@ -58,6 +59,12 @@ from rollout_operator.planning.teardown import (
 
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
+_PROGRESS_PERIOD_S = 60.0
+"""Seconds between two writes of a status of which only the progress has changed.
+
+Each write costs a transaction of etcd, and is sent to everyone who watches jobs. Nothing acts on the progress in the
+status: autoscaling uses the head's own status, and metrics and ``rollout top`` show each second.
+"""
 _MAX_ENVIRONMENT_MESSAGE = 600
 """Maximum length of texts about an environment's errors; the rest is cut."""
 
@@ -104,9 +111,16 @@ class JobPlanner:
         )
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
         status["conditions"] = self.conditions.dump()
-        changed = status != self.observed.status
+        changed = status != self.observed.status and not self._differs_in_recent_progress(status)
         builder = self.builder
         return Plan(status if changed else None, tuple(builder.events), tuple(builder.actions), builder.requeue_after)
+
+    def _differs_in_recent_progress(self, status: Manifest) -> bool:
+        """Return whether a status contains nothing new but progress, which was written a short while ago."""
+        written = parse_timestamp(self.observed.status.get("progress", {}).get("lastUpdateTime"))
+        if written is None or not 0 <= self.observed.now - written < _PROGRESS_PERIOD_S:
+            return False
+        return _without_progress(status) == _without_progress(self.observed.status)
 
     def _update_status(self, **fields: Any) -> None:
         self.status = self.status.model_copy(update=fields)
@@ -180,8 +194,7 @@ class JobPlanner:
         elif succeeded := [pod for pod in self.observed.component(names.HEAD) if pod.phase == "Succeeded"]:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
-                self._update_status(progress=last_status.progress, time_saved=last_status.time_saved)
-                self._update_environment_errors(last_status)
+                self._show_figures(last_status)
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
             )
@@ -498,8 +511,16 @@ class JobPlanner:
         if head is None:
             stalled = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
             self._update_status(progress=stalled)
-            return
-        self._update_status(progress=head.progress, time_saved=head.time_saved)
+        else:
+            self._show_figures(head)
+
+    def _show_figures(self, head: HeadStatus) -> None:
+        """Show the figures of a head. Those that do not change keep their time, so that they are not written again."""
+        last = self.status.progress
+        progress = head.progress.model_copy(update={"last_update_time": last.last_update_time})
+        if progress != last:
+            progress = progress.model_copy(update={"last_update_time": format_timestamp(self.observed.now)})
+        self._update_status(progress=progress, time_saved=head.time_saved)
         self._update_environment_errors(head)
 
     def _update_environment_errors(self, head: HeadStatus) -> None:
@@ -522,3 +543,9 @@ class JobPlanner:
             for kind, error in head.environment_errors.items()
         ]
         self._update_status(environment_errors=errors)
+
+
+def _without_progress(status: Manifest) -> dict[str, Any]:
+    """Return a status without the figures that change all the time while a job runs."""
+    errors = [error["type"] for error in status.get("environmentErrors", ())]
+    return {**status, "progress": None, "timeSaved": None, "environmentErrors": errors}

@@ -558,6 +558,16 @@ def test_a_head_with_thousands_of_types_of_errors_causes_one_event_and_a_small_s
     assert len(json.dumps(cluster.status)) < 50_000
 
 
+def test_final_figures_that_cannot_be_used_do_not_keep_a_job_from_succeeding() -> None:
+    cluster = running_job()
+    done = cluster.status["progress"]["done"]
+    cluster.terminate("math-head", 0, message='{"done": 1e999}')
+    cluster.reconcile()
+    assert ("Succeeded", done) == (cluster.status["state"], cluster.status["progress"]["done"])
+    (event,) = [event for event in cluster.events if event.reason == "HeadStatusInvalid"]
+    assert "final figures" in event.message
+
+
 def test_the_status_of_a_later_version_is_read_after_a_rollback() -> None:
     cluster = running_job()
     cluster.terminate("math-worker-0", 1)

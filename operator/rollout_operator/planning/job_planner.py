@@ -195,6 +195,8 @@ class JobPlanner:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
                 self._show_figures(last_status)
+            elif succeeded[-1].message.startswith("{"):
+                self.builder.warn("HeadStatusInvalid", "The final figures of the head cannot be used.")
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
             )

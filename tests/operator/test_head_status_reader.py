@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -168,7 +169,7 @@ async def test_a_head_that_is_starting_has_no_problem(monkeypatch: pytest.Monkey
 
 def test_every_field_is_in_the_coordinators_status() -> None:
     assert set() == HeadStatus.model_fields.keys() - ServedStatus.__required_keys__
-    assert EngineStatus.model_fields.keys() == set(BRIEF_ENGINE_FIELDS)
+    assert BRIEF_ENGINE_FIELDS == tuple(field.name for field in fields(EngineStatus))
     assert set() == set(BRIEF_ENGINE_FIELDS) - EngineEntry.__required_keys__
 
 

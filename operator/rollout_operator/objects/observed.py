@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
+import pydantic.dataclasses
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_api.manifest.status import ProgressStatus
@@ -292,8 +293,12 @@ class _Reported(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class EngineStatus(_Reported):
-    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses."""
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
+class EngineStatus:
+    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses.
+
+    The operator keeps these of all engines of all jobs. A model would take five times the memory of a dataclass.
+    """
 
     worker: _Text = ""
     max_running: _Count = 0

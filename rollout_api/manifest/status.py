@@ -6,9 +6,11 @@ numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
+from typing_extensions import Self
 
 from rollout_api.manifest.field_types import ManifestModel
 from rollout_api.str_enum import StrEnum
@@ -96,7 +98,10 @@ class WorkersStatus(ManifestModel):
 
 
 class ProgressStatus(ManifestModel):
-    """The progress of the job, as last reported by its head."""
+    """The progress of the job, as last reported by its head.
+
+    While only these figures change, they are written once a minute.
+    """
 
     done: int = Field(default=0, ge=0)
     """Number of finished rollouts."""
@@ -118,6 +123,8 @@ class ProgressStatus(ManifestModel):
     """Estimated seconds until all open requests are answered."""
     summary: str = ""
     """done/total, or done without a total."""
+    last_update_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When these figures were written."""
 
 
 class EnvironmentErrors(ManifestModel):
@@ -267,3 +274,23 @@ class RolloutJobStatus(ManifestModel):
     active_seconds: int = Field(default=0, ge=0)
     """Seconds that the job was active before startTime."""
     completion_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Self:
+        """Read a status that a later version of the operator may have written.
+
+        Unknown fields are ignored, and so are fields and list items with values that this version does not know.
+        """
+        try:
+            return cls.model_validate(written, extra="ignore")
+        except ValidationError as error:
+            locations = [one["loc"] for one in error.errors()]
+        unknown = {where[:2] if isinstance(written[str(where[0])], list) else where[:1] for where in locations}
+        known = {
+            name: [item for index, item in enumerate(value) if (name, index) not in unknown]
+            if isinstance(value, list)
+            else value
+            for name, value in written.items()
+            if (name,) not in unknown
+        }
+        return cls.model_validate(known, extra="ignore")

@@ -14,6 +14,7 @@ OPERATOR = ROOT / "operator" / "rollout_operator"
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 REASON = re.compile(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]*)*")
 MODULES = (
+    "apply",
     "conditions",
     "failures",
     "job_planner",

@@ -48,6 +48,7 @@ class SimulatedCluster:
     spec: dict[str, Any]
     now: float = 1_700_000_000.0
     head: HeadStatus | None = None
+    head_problem: str = ""
     job: dict[str, Any] | None = None
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class SimulatedCluster:
             cluster=ClusterInfo(gang_api=self.gang_api),
             default_image=self.default_image,
             last_head_status=self.head,
+            head_problem=self.head_problem,
             lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,
             kept_bundle=self.bundle,

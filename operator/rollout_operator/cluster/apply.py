@@ -66,10 +66,21 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
 
     Raises:
         OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
-        ApiError: if a request failed temporarily. The remaining steps were not executed.
+        ApiError: if a request failed temporarily; the remaining steps were not executed. Also if the API server
+            rejected the status, for example because the CRD is that of another version. Then nothing was created,
+            because new pods depend on what the status says, but a job can still be suspended and deleted.
     """
+    status_error: ApiError | None = None
     if plan.status is not None:
-        await _write_status(api, cache, observed.job, plan)
+        try:
+            await _write_status(api, cache, observed.job, plan)
+        except ApiError as error:
+            if error.transient:
+                raise
+            status_error = error
+            event = Event("Warning", "StatusRejected", f"The API server rejected the job's status: {error.message}")
+            actions = tuple(action for action in plan.actions if not isinstance(action, Create | Apply))
+            plan = replace(plan, events=(event,), actions=actions)
     for event in plan.events:
         await post_event(api, observed.job, event, observed.now)
     known = {rejection.scope: rejection for rejection in observed.rejections}
@@ -83,10 +94,11 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
     for action in plan.actions:
         target = _target(action, observed.job)
         alike, itself = _scope(action, target), (target.kind, target.name, target.operation)
+        is_read_by_pods = isinstance(action, Create | Apply) and target.kind in _READ_BY_PODS
         if isinstance(action, Create) and target.kind == "Pod" and not is_complete:
             continue
         if {alike, itself} & (waiting | rejected.keys()):
-            is_complete &= target.kind not in _READ_BY_PODS
+            is_complete &= not is_read_by_pods
             continue
         try:
             await _execute_action(api, cache, observed, action)
@@ -95,12 +107,14 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
             # The pods of a failed job are not kept any longer because their logs cannot be stored.
             if error.transient and not isinstance(action, KeepBundle):
                 raise
-            is_complete &= target.kind not in _READ_BY_PODS
+            is_complete &= not is_read_by_pods
             # An object of the same name is in the way of this action only.
             scope = itself if error.conflict else alike
             count = known[scope].count + 1 if scope in known and scope not in succeeded else 1
             rejected[scope] = Rejection(target, error.reason, error.message, observed.now, scope, generation, count)
             logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
+    if status_error is not None:
+        raise status_error
     remembered = (
         rejection
         for scope, rejection in known.items()

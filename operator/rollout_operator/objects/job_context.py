@@ -91,7 +91,7 @@ class JobContext:
             metadata["uid"],
             metadata.get("labels") or {},
             observed.default_image,
-            pod_group=None if pod_group is None else PodGroup.model_validate(pod_group),
+            pod_group=None if pod_group is None else PodGroup.model_validate(pod_group, extra="ignore"),
             cluster_gang_api=observed.cluster.gang_api,
             status_token_hash=observed.cluster.status_token_hash,
             has_redis_user_by_default=observed.cluster.creates_redis_users,
@@ -132,7 +132,7 @@ class JobContext:
         if revision is None:
             return self
         try:
-            return self.pinned_to(Revision.model_validate(revision))
+            return self.pinned_to(Revision.model_validate(revision, extra="ignore"))
         except (ManifestError, ValidationError):
             return self
 

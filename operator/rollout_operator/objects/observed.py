@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Self
+from itertools import islice
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import pydantic.dataclasses
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_api.manifest.status import ProgressStatus
 from rollout_operator.objects import names
@@ -300,56 +302,78 @@ STARTING_PERIOD_S = 2.0
 """The same for a head that reports no engine yet, although a worker is ready."""
 
 
+_MAX_NUMBER = 2**53
+"""Limit of all numbers of a head. Sums of a few of them fit into 64 bits, as the API server requires."""
+_MAX_TEXT = 1000
+_MAX_ENGINES = 10_000
+_MAX_ERROR_TYPES = 16
+
+_Count = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+_Fraction = Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER, allow_inf_nan=False)]
+_Number = Annotated[float, Field(ge=0, le=_MAX_NUMBER, allow_inf_nan=False)]
+_Text = Annotated[str, AfterValidator(lambda text: text[:_MAX_TEXT])]
+"""A text whose end is cut if it is long."""
+
+
 class _Reported(BaseModel):
     """A part of a head's status.
 
     A running job keeps its image when the operator is upgraded, so unknown fields are ignored, and all have defaults.
+    A head runs code of its tenant, so what it reports is bounded.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class EngineStatus(_Reported):
-    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses."""
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
+class EngineStatus:
+    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses.
 
-    worker: str = ""
-    max_running: int = 0
-    assigned: int = 0
-    idle_seconds: float = 0.0
+    The operator keeps these of all engines of all jobs. A model would take five times the memory of a dataclass.
+    """
+
+    worker: _Text = ""
+    max_running: _Count = 0
+    assigned: _Count = 0
+    idle_seconds: _Number = 0.0
 
 
 class EnvironmentErrorStatus(_Reported):
     """See :class:`rollout_api.protocol.status.EnvironmentErrors`."""
 
-    count: int = 0
-    problem: str = ""
-    message: str = ""
+    count: _Count = 0
+    problem: _Text = ""
+    message: _Text = ""
 
 
 class HeadStatus(_Reported):
     """Fields of :class:`rollout_api.protocol.status.ServedStatus`, the status of a job, that the operator uses."""
 
-    weight_version: int = 0
-    waiting: int = 0
-    assigned: int = 0
-    done: int = 0
-    total: int | None = None
-    epoch: int | None = None
-    tokens: int = 0
-    accepted_per_step: float = 0.0
-    decoding_steps: int = 0
-    canaries: int = 0
+    weight_version: _Count = 0
+    waiting: _Count = 0
+    assigned: _Count = 0
+    done: _Count = 0
+    total: _Count | None = None
+    epoch: _Count | None = None
+    tokens: _Count = 0
+    accepted_per_step: _Number = 0.0
+    decoding_steps: _Count = 0
+    canaries: _Count = 0
     distribution_drift: bool = False
-    unverified: tuple[str, ...] = ()
-    saved: float | None = None
-    tokens_per_second: float = 0.0
-    remaining_seconds: float | None = None
-    work_seconds: float | None = None
-    tail_seconds: float | None = None
-    redis_error: str | None = None
-    engine_errors: dict[str, str] = Field(default_factory=dict)
-    environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
-    engines: tuple[EngineStatus, ...] = ()
+    unverified: Annotated[tuple[_Text, ...], Field(max_length=_MAX_ENGINES)] = ()
+    saved: _Fraction | None = None
+    tokens_per_second: _Number = 0.0
+    remaining_seconds: _Number | None = None
+    work_seconds: _Number | None = None
+    tail_seconds: _Number | None = None
+    redis_error: _Text | None = None
+    engine_errors: dict[_Text, _Text] = Field(default_factory=dict)
+    environment_errors: Annotated[
+        dict[Annotated[str, Field(max_length=100)], EnvironmentErrorStatus],
+        AfterValidator(lambda errors: dict(islice(errors.items(), _MAX_ERROR_TYPES))),
+    ] = Field(default_factory=dict)
+    """Errors by type; of the types of a head with too many of them, the first ones."""
+    engines: Annotated[tuple[EngineStatus, ...], Field(max_length=_MAX_ENGINES)] = ()
 
     @property
     def progress(self) -> ProgressStatus:
@@ -447,7 +471,9 @@ class Observed:
     cluster: ClusterInfo
     default_image: str
     last_head_status: HeadStatus | None = None
-    """The last status of the head; None if the head does not answer."""
+    """The last status of the head; None if the head does not answer, or if its status cannot be used."""
+    head_problem: str = ""
+    """Why the status of the head cannot be used; empty if it can, or if the head does not answer."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of overdue pods that do not exist any more, or are not ready."""
     rejections: tuple[Rejection, ...] = field(default=())

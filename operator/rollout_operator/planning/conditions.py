@@ -169,7 +169,10 @@ class RunningConditions:
         self._set_workers_ready(desired, workers)
         head = self.observed.head
         if head is None:
-            self.conditions.set(ConditionType.ENGINE_READY, "Unknown", *self._why_no_head())
+            reason, message = self._why_no_head()
+            self.conditions.set(ConditionType.ENGINE_READY, "Unknown", reason, message)
+            if reason == "HeadStatusInvalid":
+                self._warn_on_transition(ConditionType.ENGINE_READY)
             self.conditions.set(
                 ConditionType.PROGRESSING, "Unknown", "HeadNotReady", "Progress is unknown until the head answers."
             )
@@ -309,6 +312,8 @@ class RunningConditions:
         for pod in self.observed.component(names.HEAD):
             if pod.live and (problem := _pod_problem([pod])) is not None:
                 return problem
+        if self.observed.head_problem:
+            return "HeadStatusInvalid", f"The operator cannot use the status of the head: {self.observed.head_problem}"
         problem = self._overdue(names.HEAD) or self._repeated_failure(names.HEAD)
         return problem or ("HeadNotReady", "The head does not answer yet.")
 

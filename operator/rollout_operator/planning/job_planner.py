@@ -20,6 +20,7 @@ from rollout_operator.objects.observed import (
     STARTING_PERIOD_S,
     STATUS_PERIOD_S,
     HeadStatus,
+    Manifest,
     Observed,
     PodView,
     format_timestamp,
@@ -59,6 +60,12 @@ from rollout_operator.planning.teardown import (
 
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
+_PROGRESS_PERIOD_S = 60.0
+"""Seconds between two writes of a status of which only the progress has changed.
+
+Each write costs a transaction of etcd, and is sent to everyone who watches jobs. Nothing acts on the progress in the
+status: autoscaling uses the head's own status, and metrics and ``rollout top`` show each second.
+"""
 _MAX_ENVIRONMENT_MESSAGE = 600
 """Maximum length of texts about an environment's errors; the rest is cut."""
 
@@ -79,7 +86,7 @@ class JobPlanner:
         self.job: RolloutJob = self.context.job
         self.generation: int = observed.metadata.get("generation", 0)
         status_fields = {name: value for name, value in observed.status.items() if name != "conditions"}
-        self.status = RolloutJobStatus.model_validate(status_fields)
+        self.status = RolloutJobStatus.read(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.listed_failures = {failure.uid for failure in self.status.failures}
         wanted = self.wanted_context
@@ -105,9 +112,16 @@ class JobPlanner:
         )
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
         status["conditions"] = self.conditions.dump()
-        changed = status != self.observed.status
+        changed = status != self.observed.status and not self._differs_in_recent_progress(status)
         builder = self.builder
         return Plan(status if changed else None, tuple(builder.events), tuple(builder.actions), builder.requeue_after)
+
+    def _differs_in_recent_progress(self, status: Manifest) -> bool:
+        """Return whether a status contains nothing new but progress, which was written a short while ago."""
+        written = parse_timestamp(self.observed.status.get("progress", {}).get("lastUpdateTime"))
+        if written is None or not 0 <= self.observed.now - written < _PROGRESS_PERIOD_S:
+            return False
+        return _without_progress(status) == _without_progress(self.observed.status)
 
     def _update_status(self, **fields: Any) -> None:
         self.status = self.status.model_copy(update=fields)
@@ -181,8 +195,9 @@ class JobPlanner:
         elif succeeded := [pod for pod in self.observed.component(names.HEAD) if pod.phase == "Succeeded"]:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
-                self._update_status(progress=last_status.progress, time_saved=last_status.time_saved)
-                self._update_environment_errors(last_status)
+                self._show_figures(last_status)
+            elif succeeded[-1].message.startswith("{"):
+                self.builder.warn("HeadStatusInvalid", "The final figures of the head cannot be used.")
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
             )
@@ -515,17 +530,28 @@ class JobPlanner:
         if head is None:
             stalled = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
             self._update_status(progress=stalled)
-            return
-        self._update_status(progress=head.progress, time_saved=head.time_saved)
+        else:
+            self._show_figures(head)
+
+    def _show_figures(self, head: HeadStatus) -> None:
+        """Show the figures of a head. Those that do not change keep their time, so that they are not written again."""
+        last = self.status.progress
+        progress = head.progress.model_copy(update={"last_update_time": last.last_update_time})
+        if progress != last:
+            progress = progress.model_copy(update={"last_update_time": format_timestamp(self.observed.now)})
+        self._update_status(progress=progress, time_saved=head.time_saved)
         self._update_environment_errors(head)
 
     def _update_environment_errors(self, head: HeadStatus) -> None:
-        """Show the errors of the environment, and report each new type of error as an Event."""
+        """Show the errors of the environment, and report new types of errors in one Event."""
         known = {error.type for error in self.status.environment_errors}
-        for kind, error in head.environment_errors.items():
-            if kind not in known:
-                message = f"Rollouts of the problem {error.problem} and maybe others got no reward ({kind}): "
-                self.builder.warn("EnvironmentErrors", f"{message}{error.message}"[:_MAX_ENVIRONMENT_MESSAGE])
+        if new := [kind for kind in head.environment_errors if kind not in known]:
+            error = head.environment_errors[new[0]]
+            kinds = new[0] if len(new) == 1 else f"{new[0]}, and {len(new) - 1} other types of errors"
+            message = (
+                f"Rollouts of the problem {error.problem} and maybe others got no reward ({kinds}): {error.message}"
+            )
+            self.builder.warn("EnvironmentErrors", message[:_MAX_ENVIRONMENT_MESSAGE])
         errors = [
             EnvironmentErrors(
                 type=kind,
@@ -536,3 +562,9 @@ class JobPlanner:
             for kind, error in head.environment_errors.items()
         ]
         self._update_status(environment_errors=errors)
+
+
+def _without_progress(status: Manifest) -> dict[str, Any]:
+    """Return a status without the figures that change all the time while a job runs."""
+    errors = [error["type"] for error in status.get("environmentErrors", ())]
+    return {**status, "progress": None, "timeSaved": None, "environmentErrors": errors}

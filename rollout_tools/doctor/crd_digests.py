@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "25db054a107dc3c2a2af3c59bfb86c5f829a7dcdd680fe57455651e2cbd1338d",
-    "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
-    "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
+    "rolloutjobs.das.rollout.dev": "3e1e4c13426381db7ad545ee523eb6600655f6f1a0d3b524780f200064dad7f6",
+    "clusterrolloutruntimes.das.rollout.dev": "fd242e86e7b24ddb5200fc9803525fdd28f118bbf33ca7040f3b7ba1abd64286",
+    "rolloutruntimes.das.rollout.dev": "fd242e86e7b24ddb5200fc9803525fdd28f118bbf33ca7040f3b7ba1abd64286",
 }

@@ -75,6 +75,32 @@ def test_workers_that_claim_devices_fit_the_schemas(release: str) -> None:
     check_schemas(created_objects(workers=DEVICE_CLAIM), release)
 
 
+def objects_of_several_pods(gang_api: str | None) -> list[dict[str, Any]]:
+    """Return what the operator creates for a worker of several pods in one rack, if the job is in no queue."""
+    workers = {**SPEC["workers"], "podsPerWorker": 2, "gpusPerWorker": 16, "topologyKey": "example.com/rack"}
+    sections = {**SPEC, "workers": workers, "engine": {"tensorParallelSize": 16}}
+    job = parse_job(rollout_job(namespace="rl", **sections))
+    context = JobContext(job, "uid", {}, "worker:1", cluster_gang_api=gang_api)
+    pods = [worker_pod(context, 0, rank=rank, replacement=False) for rank in range(2)]
+    cluster = ClusterInfo(gang_api=gang_api)
+    groups = [made for made in owned_objects(context, cluster, workers=1) if made["kind"] == names.GANG_KIND]
+    return pods + groups
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_workers_of_several_pods_fit_the_schemas(release: str) -> None:
+    check_schemas(objects_of_several_pods(None), release)
+
+
+def test_native_pod_groups_fit_the_schemas() -> None:
+    leader, follower, group = objects_of_several_pods(names.NATIVE_GANG_API)
+    assert (names.NATIVE_GANG_API, names.GANG_KIND) == (group["apiVersion"], group["kind"])
+    check_schemas([leader, follower, group], RELEASES[-1])
+    group["spec"]["minMember"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError, match="minMember"):
+        check_schemas([group], RELEASES[-1])
+
+
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
 def test_the_chart_fits_the_schemas(values: dict[str, Any]) -> None:
     manifests = render_chart("rl", **values)

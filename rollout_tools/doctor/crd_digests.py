@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "3e1e4c13426381db7ad545ee523eb6600655f6f1a0d3b524780f200064dad7f6",
-    "clusterrolloutruntimes.das.rollout.dev": "fd242e86e7b24ddb5200fc9803525fdd28f118bbf33ca7040f3b7ba1abd64286",
-    "rolloutruntimes.das.rollout.dev": "fd242e86e7b24ddb5200fc9803525fdd28f118bbf33ca7040f3b7ba1abd64286",
+    "rolloutjobs.das.rollout.dev": "b473572ac49e65be08380e7edcbffd8460adabc1e6305af768ef196b984f7fd4",
+    "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
+    "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

@@ -296,11 +296,10 @@ TWO_PODS = {"podsPerWorker": 2, "gpusPerWorker": 4}
 """Workers of two pods, for an engine with four GPUs."""
 
 
-def pod_affinity(pod: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+def pod_affinity(pod: dict[str, Any], kind: str, affinity: str = "podAffinity") -> list[dict[str, Any]]:
     """Return the terms of a pod's affinity to other pods, ``preferred`` or ``required``, without their weights."""
-    terms = (
-        pod["spec"].get("affinity", {}).get("podAffinity", {}).get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
-    )
+    fields = pod["spec"].get("affinity", {}).get(affinity, {})
+    terms: list[dict[str, Any]] = fields.get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
     return [term.get("podAffinityTerm", term) for term in terms]
 
 
@@ -327,7 +326,7 @@ def test_workers_with_gpus_are_packed_onto_nodes_and_others_are_spread() -> None
     assert (HOSTNAME, "ScheduleAnyway") == (constraint["topologyKey"], constraint["whenUnsatisfiable"])
 
 
-def test_a_topology_key_keeps_the_pods_of_a_worker_together_and_those_of_a_job_close() -> None:
+def test_a_topology_key_keeps_the_pods_of_a_worker_together() -> None:
     workers = {**TWO_PODS, "topologyKey": RACK, "accelerator": "nvidia-h100"}
     context = job_context(engine={"tensorParallelSize": 4}, workers=workers)
     leader = worker_pod(context, 1, replacement=False)
@@ -336,15 +335,24 @@ def test_a_topology_key_keeps_the_pods_of_a_worker_together_and_those_of_a_job_c
     for pod in (leader, follower):
         (required,) = pod_affinity(pod, "required")
         assert RACK == required["topologyKey"]
-        # A pod that no other one matches may go anywhere only if it matches its own term.
+        # A pod whose term matches no existing pod may go anywhere only if the term matches the pod itself.
         assert [True, True, False] == [matches(required, one) for one in (leader, follower, other)]
-        preferred = {term["topologyKey"]: term for term in pod_affinity(pod, "preferred")}
-        assert {HOSTNAME, RACK} == set(preferred)
-        assert matches(preferred[RACK], other)
+        # A leader in the rack of another one could take the place of its follower.
+        (apart,) = pod_affinity(pod, "preferred", "podAntiAffinity")
+        assert RACK == apart["topologyKey"]
+        assert matches(apart, other)
+        assert not pod_affinity(pod, "preferred")
         assert "nodeAffinity" in pod["spec"]["affinity"]
-    single = worker_pod(job_context(workers={"topologyKey": RACK}), 0, replacement=False)
-    assert not pod_affinity(single, "required")
-    assert RACK in {term["topologyKey"] for term in pod_affinity(single, "preferred")}
+
+
+def test_a_topology_key_keeps_workers_of_one_pod_close() -> None:
+    context = job_context(workers={"topologyKey": RACK})
+    pod, other = (worker_pod(context, slot, replacement=False) for slot in range(2))
+    preferred = {term["topologyKey"]: term for term in pod_affinity(pod, "preferred")}
+    assert {HOSTNAME, RACK} == set(preferred)
+    assert matches(preferred[RACK], other)
+    assert not pod_affinity(pod, "required")
+    assert "podAntiAffinity" not in pod["spec"]["affinity"]
 
 
 def queued(context: JobContext, *, total_count: int = 5, annotations: dict[str, str] | None = None) -> JobContext:
@@ -386,7 +394,7 @@ def test_in_a_queue_kueue_places_the_workers_by_the_topology_key() -> None:
         """Return what Kueue is told about the placement of a worker."""
         pod = worker_pod(context, slot, replacement=False)
         assert not pod_affinity(pod, "required")  # a term for each worker would make each of them a role in Kueue
-        assert {HOSTNAME} == {term["topologyKey"] for term in pod_affinity(pod, "preferred")}
+        assert RACK not in json.dumps(pod["spec"])
         return {
             key.removeprefix(prefix): value
             for key, value in pod["metadata"]["annotations"].items()

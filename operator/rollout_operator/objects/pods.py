@@ -303,23 +303,27 @@ def _worker_affinity(context: JobContext, slot: int) -> dict[str, Any]:
             for key, values in accelerator_labels(workers.accelerator).items()
         ]
         affinity["nodeAffinity"] = {f"required{_WHEN_SCHEDULED}": {"nodeSelectorTerms": terms}}
-    preferred, required = [], []
-    if workers.gpus_per_worker:
-        # Workers of any job in the namespace fill nodes that they occupy already, so that whole nodes stay free.
-        preferred.append(_near(_HOSTNAME, {names.MANAGED_BY: names.APP, names.COMPONENT_LABEL: names.WORKER}))
+    selector = names.selector(context.name, names.WORKER)
     # In a queue, Kueue decides; and pods with different affinities would be different roles, of which it admits eight.
-    if workers.topology_key is not None and context.queue is None:
-        selector = names.selector(context.name, names.WORKER)
-        preferred.append(_near(workers.topology_key, selector))
-        if context.pods_per_worker > 1:
-            required.append(_near(workers.topology_key, {**selector, names.SLOT_LABEL: str(slot)}))
-    neighbors: dict[str, Any] = {}
-    if preferred:
-        weighted = [{"weight": 100, "podAffinityTerm": term} for term in preferred]
-        neighbors[f"preferred{_WHEN_SCHEDULED}"] = weighted
-    if required:
-        neighbors[f"required{_WHEN_SCHEDULED}"] = required
-    return affinity | ({"podAffinity": neighbors} if neighbors else {})
+    topology_key = workers.topology_key if context.queue is None else None
+    if context.pods_per_worker == 1:
+        near = [] if topology_key is None else [_near(topology_key, selector)]
+        if workers.gpus_per_worker:
+            # Workers of any job in the namespace fill nodes that they occupy already, so that whole nodes stay free.
+            near.append(_near(_HOSTNAME, {names.MANAGED_BY: names.APP, names.COMPONENT_LABEL: names.WORKER}))
+        if near:
+            affinity["podAffinity"] = {f"preferred{_WHEN_SCHEDULED}": _weighted(near)}
+    elif topology_key is not None:
+        # Pods are placed one by one, so the workers are kept apart, or their leaders would take the followers' places.
+        same_worker = {**selector, names.SLOT_LABEL: str(slot)}
+        affinity["podAffinity"] = {f"required{_WHEN_SCHEDULED}": [_near(topology_key, same_worker)]}
+        affinity["podAntiAffinity"] = {f"preferred{_WHEN_SCHEDULED}": _weighted([_near(topology_key, selector)])}
+    return affinity
+
+
+def _weighted(terms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return terms of an affinity as preferences with equal weights."""
+    return [{"weight": 100, "podAffinityTerm": term} for term in terms]
 
 
 def _near(topology_key: str, labels: Mapping[str, str]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class ModelCache(ManifestModel):
     persistent_volume_claim: DnsName | None = None
     """PersistentVolumeClaim that all pods of the job mount. Default: each pod downloads into its own volume."""
     size_limit: Quantity | None = None
-    """Size limit of the volume of a pod that has its own."""
+    """Size limit of the volume of a pod that has its own. A worker requests this much ephemeral storage."""
     prefetch: bool = False
     """Download the model into the claim once, by a pod of its own, before the head and the workers are created. They
     mount the claim read-only."""

@@ -49,15 +49,23 @@ SERVER_PORT = 8000
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+POD_GROUP_INDEX_LABEL = "kueue.x-k8s.io/pod-group-pod-index"
+"""Label with the number of a pod among those of its group that have the same role; Kueue assigns topology domains in
+this order."""
+PODSET_ANNOTATIONS = "kueue.x-k8s.io/podset-"
+"""Prefix of the annotations that tell Kueue how to place pods in a topology."""
 KUEUE_GROUP = "kueue.x-k8s.io"
 WORKLOAD_KIND, WORKLOAD_PLURAL = "Workload", "workloads"
 
 COSCHEDULING_API = "scheduling.x-k8s.io/v1alpha1"
 """API of the coscheduling plugin (kubernetes-sigs/scheduler-plugins)."""
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
-GANG_APIS = (COSCHEDULING_API, VOLCANO_API)
-"""APIs of schedulers with PodGroups. With one, the pods of each worker form a gang. Otherwise, the scheduler may start
-some pods of several workers, all of which then wait for the rest. Kueue avoids this by itself."""
+NATIVE_GANG_API = "scheduling.k8s.io/v1beta1"
+"""API of Kubernetes' own PodGroups (since 1.37, if it is enabled)."""
+GANG_APIS = (COSCHEDULING_API, VOLCANO_API, NATIVE_GANG_API)
+"""APIs of schedulers with PodGroups, those that somebody has installed first. With one, the pods of each worker form a
+gang. Otherwise, the scheduler may start some pods of several workers, all of which then wait for the rest. Kueue avoids
+this by itself."""
 GANG_KIND, GANG_PLURAL = "PodGroup", "podgroups"
 COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"

@@ -161,8 +161,13 @@ def disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: st
 
 def _gang(context: JobContext, api_version: str, slot: int) -> dict[str, Any]:
     """Return the PodGroup of the worker in a slot, whose pods a scheduler then starts together."""
-    gang = owned_object(context, api_version, names.GANG_KIND, names.worker(context.name, slot), "pods")
-    return {**gang, "spec": {"minMember": context.pods_per_worker}}
+    gang = owned_object(context, api_version, names.GANG_KIND, context.gang(slot), "pods")
+    if api_version != names.NATIVE_GANG_API:
+        return {**gang, "spec": {"minMember": context.pods_per_worker}}
+    spec: dict[str, Any] = {"schedulingPolicy": {"gang": {"minCount": context.pods_per_worker}}}
+    if (priority := context.job.spec.priority_class_name) is not None:
+        spec["priorityClassName"] = priority
+    return {**gang, "spec": spec}
 
 
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:

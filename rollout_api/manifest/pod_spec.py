@@ -143,7 +143,7 @@ class Workers(ManifestModel):
     """RuntimeClass of the workers, for example nvidia. Default: that of the cluster."""
     node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=64)
     """Labels that the node of a worker must have."""
-    topology_key: _LabelKey | None = None
+    topology_key: LabelKey | None = None
     """Label of nodes whose values are the racks, NVLink domains or blocks of the cluster. With podsPerWorker, the pods
     of each worker are placed on nodes with the same value; otherwise, the workers of the job preferably are."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "85fe60ac57af268f6e46007b422b110ac69aa24948b5e4c20326b53b6aad27fe",
-    "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
-    "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
+    "rolloutjobs.das.rollout.dev": "b8b97a146856f9c03634af761502ceb552559494a5b8db54f38a4c5fbe8c3921",
+    "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
+    "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

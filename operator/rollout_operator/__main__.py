@@ -122,6 +122,7 @@ async def _discover_cluster(api: KubernetesApi, options: argparse.Namespace, tok
     return ClusterInfo(
         disruption_budget_api=budget_api,
         gang_api=await _first_served(api, GANG_APIS, GANG_PLURAL),
+        assigns_user_ids=await api.serves("security.openshift.io/v1", "securitycontextconstraints"),
         has_unhealthy_pod_eviction_policy=await api.version() >= _UNHEALTHY_POD_EVICTION_POLICY_VERSION,
         status_reader_namespaces=tuple(options.status_reader_namespace),
         egress_rules=options.egress_rules,

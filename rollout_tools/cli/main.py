@@ -310,7 +310,9 @@ def serve(
     uid: Annotated[
         str | None, typer.Option(help="Unique id of the job.", show_default="the newest job with the manifest's name")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; empty for all addresses, of IPv4 and IPv6.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     tokens: Annotated[
         Path | None,

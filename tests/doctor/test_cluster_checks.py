@@ -179,7 +179,7 @@ def test_the_operators_accesses_are_those_of_the_chart() -> None:
     (role,) = (
         one
         for one in render_chart("das-system")
-        if one["kind"] == "ClusterRole" and one["metadata"]["name"] == "das-operator"
+        if one["kind"] == "ClusterRole" and one["metadata"]["name"] == "das-operator.das-system"
     )
     granted = {
         Access(verb, group, resource)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -27,6 +29,7 @@ from rollout_operator.cluster.kubernetes_api import KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
 from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.names import JOB_LABEL
 from rollout_operator.objects.observed import ClusterInfo
 from rollout_operator.objects.owned_objects import owned_objects
 from rollout_operator.objects.pods import head_pod
@@ -43,6 +46,9 @@ from scripts.release.chart import package_chart
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
 from tests.support.job_status import job_status
 from tests.support.manifests import rollout_job
+from tests.support.planned_jobs import running_job, spec
+from tests.support.prometheus_server import needs_prometheus, prometheus_server
+from tests.support.simulated_cluster import SimulatedCluster
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +132,7 @@ def test_an_operator_of_selected_namespaces_may_find_them() -> None:
         assert ["--namespace-selector=stage=b,team=a"] == [
             argument for argument in arguments(name, **values) if argument.startswith("--namespace")
         ]
-        role = named(objects, "ClusterRole", f"das-{name}")
+        role = named(objects, "ClusterRole", f"das-{name}.rl")
         assert {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["list", "watch"]} in role["rules"]
     assert "namespaces" not in {
         resource
@@ -146,7 +152,7 @@ def test_an_operator_of_selected_namespaces_may_find_them() -> None:
 def test_the_policy_for_pod_templates_applies_to_the_namespaces_of_the_operator() -> None:
     def binding(**values: Any) -> dict[str, Any]:
         policy, found = [made for made in render(**values) if made["kind"].startswith("ValidatingAdmissionPolicy")]
-        assert policy["metadata"]["name"] == found["spec"]["policyName"] == "das-operator-pod-templates"
+        assert policy["metadata"]["name"] == found["spec"]["policyName"] == "das-operator-pod-templates.rl"
         assert "das" == policy["metadata"]["labels"]["app.kubernetes.io/instance"]
         spec: dict[str, Any] = found["spec"]
         return spec
@@ -197,11 +203,11 @@ def test_people_get_access_through_the_aggregated_roles_on_request() -> None:
         for manifest in render(rbac={"aggregateRoles": True})
         if manifest["kind"] == "ClusterRole"
     }
-    view, edit = roles["das-rolloutjobs-view"], roles["das-rolloutjobs-edit"]
+    view, edit = roles["das-rolloutjobs-view.rl"], roles["das-rolloutjobs-edit.rl"]
     assert "true" == view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"]
     assert "true" == edit["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-edit"]
     assert {"get", "list", "watch"} == {verb for rule in view["rules"] for verb in rule["verbs"]}
-    assert not {"das-rolloutjobs-view", "das-rolloutjobs-edit"} & {
+    assert not {"das-rolloutjobs-view.rl", "das-rolloutjobs-edit.rl"} & {
         manifest["metadata"]["name"] for manifest in render()
     }
 
@@ -227,10 +233,17 @@ def test_the_chart_installs_the_crds_of_the_repository(packaged: bool, package: 
     }
 
 
+def test_the_chart_contains_no_links() -> None:
+    """Flux omits symbolic links from the sources that it fetches with Git."""
+    assert not [path for path in CHART.rglob("*") if path.is_symlink()]
+
+
 def test_a_copy_of_the_chart_without_crds_is_refused(tmp_path: Path) -> None:
-    """Tools that copy the chart without its symbolic links must not install it without CRDs silently."""
+    """Incomplete copies of the chart must not be installed without CRDs silently."""
     chart = shutil.copytree(CHART, tmp_path / "chart", ignore=shutil.ignore_patterns("crds"))
-    with pytest.raises(RuntimeError, match=r"files/crds is empty: use the packaged chart, or set crds\.install=false"):
+    with pytest.raises(
+        RuntimeError, match=r"files/crds is empty: use a complete copy of the chart, or set crds\.install=false"
+    ):
         render_chart("rl", chart=chart)
     assert render_chart("rl", chart=chart, crds={"install": False})
 
@@ -474,9 +487,126 @@ def test_the_token_reaches_all_that_serve_or_read_metrics(kind: str) -> None:
         assert "rl" == monitor["metadata"]["namespace"]
         (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
         assert {"type": "Bearer", "credentials": secret} == endpoint["authorization"]
-        # "job", which is the name of a RolloutJob in the dashboard and in alerts, is a label of every target, too.
-        assert endpoint["honorLabels"]
     assert "authorization" not in yaml.safe_dump(render(monitoring={kind[0].lower() + kind[1:]: True})).split()
+
+
+def scrape_configuration(monitor: dict[str, Any]) -> dict[str, Any]:
+    """Return what the Prometheus operator makes of a monitor, in Prometheus' own terms."""
+    (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+
+    def rules(name: str) -> list[dict[str, Any]]:
+        return [
+            {re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", key): value for key, value in rule.items()}
+            for rule in endpoint.get(name, [])
+        ]
+
+    return {
+        "honor_labels": endpoint.get("honorLabels", False),
+        "relabel_configs": rules("relabelings"),
+        "metric_relabel_configs": rules("metricRelabelings"),
+    }
+
+
+class ForgedMetrics(BaseHTTPRequestHandler):
+    """The metrics of a head that reports for another tenant's job and for the operator."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(
+            b'rollout_tokens_per_second{namespace="victim",job="victim/math"} 0\n'
+            b'rollout_operator_leading{namespace="rl"} 1\n'
+        )
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+@needs_prometheus
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_the_metrics_of_a_head_are_those_of_its_own_job(kind: str, tmp_path: Path) -> None:
+    monitor = named(render(monitoring={kind[0].lower() + kind[1:]: True}), kind, "das-operator-jobs")
+    pod = head_pod(JobContext(parse_job(rollout_job(namespace="tenant")), "uid", {}, "image"))["metadata"]
+    discovered = {"__meta_kubernetes_namespace": "tenant"} | {
+        f"__meta_kubernetes_pod_label_{re.sub('[^a-zA-Z0-9_]', '_', name)}": value
+        for name, value in pod["labels"].items()
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), ForgedMetrics) as head:
+        Thread(target=head.serve_forever, daemon=True).start()
+        target = f"127.0.0.1:{head.server_port}"
+        try:
+            with prometheus_server(tmp_path, {target: discovered}, [], **scrape_configuration(monitor)) as server:
+                wait_for(lambda: server.query("rollout_tokens_per_second"))
+                (series,) = server.query("rollout_tokens_per_second")
+                assert [] == server.query("rollout_operator_leading")
+        finally:
+            head.shutdown()
+    assert {
+        "__name__": "rollout_tokens_per_second",
+        "namespace": "tenant",
+        "job": f"tenant/{pod['labels'][JOB_LABEL]}",
+        "instance": target,
+    } == series["metric"]
+
+
+def test_pull_secrets_of_all_charts_reach_the_pods() -> None:
+    values = {"image": {"pullSecrets": [{"name": "a"}]}, "global": {"imagePullSecrets": ["b", {"name": "c"}, "a"]}}
+    for pod, _ in containers(render(**values)):
+        assert [{"name": "a"}, {"name": "b"}, {"name": "c"}] == pod["imagePullSecrets"]
+    assert "imagePullSecrets" not in yaml.safe_dump([pod for pod, _ in containers(render())])
+
+
+def test_a_cluster_that_assigns_user_ids_gets_pods_without_them() -> None:
+    users = ("runAsUser", "runAsGroup", "fsGroup")
+    for apis, expected in (((), dict.fromkeys(users, 1000)), (("security.openshift.io/v1",), {})):
+        made = render_chart("rl", apis=apis, crds={"install": False})
+        job = JobContext(parse_job(rollout_job()), "uid", {}, "image", cluster_assigns_user_ids=bool(apis))
+        for pod in (*(pod for pod, _ in containers(made)), head_pod(job)["spec"]):
+            context = pod["securityContext"]
+            assert context["runAsNonRoot"]
+            assert expected == {name: context[name] for name in users if name in context}
+
+
+def argocd_health(job: dict[str, Any]) -> str:
+    """Return the health that Argo CD shows for a RolloutJob."""
+
+    def table(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"[{json.dumps(key)}]={table(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "{" + ",".join(map(table, value)) + "}"
+        return json.dumps(value).replace("null", "nil")
+
+    script = f"obj = {table(job)}; local health = dofile(arg[1]); assert(health.message); print(health.status)"
+    command = ["lua5.4", "-", str(CHART / "files" / "argocd-health.lua")]
+    process = subprocess.run(command, input=script, capture_output=True, text=True)
+    assert not process.returncode, process.stderr
+    return process.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("lua5.4") is None, reason="Lua is not installed (Debian: apt-get install lua5.4)")
+def test_argocd_shows_the_health_of_a_job() -> None:
+    def health(cluster: SimulatedCluster) -> str:
+        assert cluster.job is not None
+        return argocd_health(cluster.job)
+
+    assert "Progressing" == health(SimulatedCluster(spec()))
+    cluster = SimulatedCluster(spec())
+    cluster.reconcile()
+    assert "Progressing" == health(cluster)
+    cluster = running_job()
+    assert "Healthy" == health(cluster)
+    cluster.change(lifecycle={"suspend": True})
+    assert "Progressing" == health(cluster)
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.finish_deletions()
+    cluster.reconcile()
+    assert "Suspended" == health(cluster)
+    invalid = SimulatedCluster(spec(workers={"replicas": 7}))
+    invalid.reconcile()
+    assert "Degraded" == health(invalid)
 
 
 def test_monitors_select_the_objects_of_jobs() -> None:

@@ -43,6 +43,12 @@ def test_a_job_has_a_server_only_if_its_manifest_asks_for_one() -> None:
     assert "server" not in cluster.status
 
 
+def test_the_server_listens_on_the_addresses_of_ipv4_and_ipv6() -> None:
+    (container,) = pod_spec(job_with_server())["containers"]
+    (host,) = (argument for argument in container["args"] if argument.startswith("--host"))
+    assert "--host=" == host
+
+
 def test_the_server_starts_when_the_head_is_ready() -> None:
     cluster = SimulatedCluster(spec(server={}))
     cluster.reconcile()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -15,7 +17,7 @@ from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, w
 
 from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup
-from tests.support.cluster.chart import VALUE_SETS, render_chart
+from tests.support.cluster.chart import CHART, VALUE_SETS, render_chart
 from tests.support.cluster.schemas import RELEASES, check_schemas
 from tests.support.documentation import ROOT, blocks
 from tests.support.manifests import rollout_job
@@ -129,3 +131,99 @@ def test_a_misspelt_field_does_not_fit() -> None:
     pod["spec"]["restartPolicies"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicies"):
         check_schemas([pod], RELEASES[-1])
+
+
+NUMERIC = "1234567890"
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_the_chart_fits_the_schemas_in_namespaces_that_read_like_numbers(values: dict[str, Any]) -> None:
+    values = {**values, "crds": {"install": False}}
+    if "namespaces" in values.get("operator", {}):
+        values["operator"] = {**values["operator"], "namespaces": [NUMERIC, "7"]}
+    if values.get("monitoring"):
+        values["monitoring"] = {**values["monitoring"], "namespace": "42"}
+    manifests = render_chart(NUMERIC, **values)
+    check_schemas(manifests, RELEASES[-1])
+    found = [manifest["metadata"]["namespace"] for manifest in manifests if "namespace" in manifest["metadata"]]
+    assert NUMERIC in found
+    assert all(isinstance(namespace, str) for namespace in found)
+
+
+@pytest.mark.parametrize("length", [1, 41, 42, 49, 53])
+def test_the_components_of_a_release_have_different_names_and_fit_the_schemas(length: int) -> None:
+    values = {**VALUE_SETS["everything"], "admissionPolicy": {"restrictPodTemplates": True}}
+    manifests = render_chart("rl", release="d" * length, crds={"install": False}, **values)
+    check_schemas(manifests, RELEASES[-1])
+    identities = [
+        (made["apiVersion"], made["kind"], made["metadata"].get("namespace"), made["metadata"]["name"])
+        for made in manifests
+    ]
+    assert len(set(identities)) == len(identities)
+    # Kubernetes appends a hash of 11 characters to the name of a StatefulSet and makes a label of it.
+    for _, kind, _, name in identities:
+        assert len(name) <= {"StatefulSet": 52, "Service": 63, "Deployment": 63, "Pod": 63}.get(kind, 253)
+
+
+def test_long_names_of_releases_that_begin_alike_differ() -> None:
+    first, second = (
+        {(made["kind"], made["metadata"]["name"]) for made in render_chart("rl", release=name, crds={"install": False})}
+        for name in ("d" * 52 + "1", "d" * 52 + "2")
+    )
+    assert not first & second
+
+
+def test_releases_of_one_name_in_different_namespaces_share_no_object() -> None:
+    values = {
+        **VALUE_SETS["everything"],
+        "admissionPolicy": {"restrictPodTemplates": True},
+        "crds": {"install": False},
+    }
+    first, second = (
+        {
+            (made["kind"], made["metadata"].get("namespace"), made["metadata"]["name"])
+            for made in render_chart(namespace, **values)
+        }
+        for namespace in ("team-a", "team-b")
+    )
+    assert any(kind == "ClusterRole" for kind, *_ in first)
+    assert not first & second
+
+
+EVERY_TEMPLATE = {
+    "operator": {"namespaceSelector": {"rollouts": "enabled"}},
+    "admissionPolicy": {"restrictPodTemplates": True},
+    "networkPolicies": {"egress": {"enabled": True}},
+    "statusToken": {"existingSecret": "status"},
+    "redis": {"ca": {"secret": "ca"}},
+    "monitoring": {"podMonitor": True, "alerts": True, "dashboard": True},
+    "rbac": {"aggregateRoles": True},
+    "crds": {"install": False},
+}
+"""Values with which every template renders something, except for the CRDs."""
+
+
+def nodes(values: dict[str, Any], *path: str) -> list[tuple[str, ...]]:
+    """Return the path of each section and each value."""
+    found = [path] if path else []
+    for name, value in values.items():
+        found += nodes(value, *path, name) if isinstance(value, dict) else [(*path, name)]
+    return found
+
+
+@pytest.mark.parametrize("path", nodes(yaml.safe_load((CHART / "values.yaml").read_text())), ids=".".join)
+def test_a_null_is_rendered_or_refused_by_name(path: tuple[str, ...]) -> None:
+    """A null removes a default, at every place of values.yaml."""
+    values: dict[str, Any] = copy.deepcopy(EVERY_TEMPLATE)
+    *sections, last = path
+    section = values
+    for key in sections:
+        section = section.setdefault(key, {})
+    section[last] = None
+    try:
+        manifests = render_chart("rl", **values)
+    except RuntimeError as error:
+        assert "values don't meet the specifications of the schema" in str(error)
+        assert re.search(rf"^- {'.'.join(sections) or '.root.'}: {last} is required", str(error), re.MULTILINE)
+    else:
+        check_schemas(manifests, RELEASES[-1])

@@ -67,10 +67,12 @@ def test_a_job_is_served_until_sigterm(manifest: Path, job: ServedJob, redis_url
     tokens.mkdir()
     (tokens / "trainer").write_text(TOKEN)
     options = ["--tokens", str(tokens), "--enable-auto-tool-choice", "--tool-call-parser=hermes"]
-    options += ["--max-model-tokens-per-token", "50"]
+    options += ["--max-model-tokens-per-token", "50", "--host="]
     with running("-f", manifest, "--redis", redis_url, *options) as (process, url):
         body = {"model": "math", "prompt": "one"}
         assert 401 == httpx.post(f"{url}/v1/completions", json=body).status_code
+        ipv6 = url.replace("127.0.0.1", "[::1]")
+        assert 401 == httpx.post(f"{ipv6}/v1/completions", json=body).status_code
         with job.serving(lambda request: job.answer_text(request, "two")):
             headers = {"Authorization": f"Bearer {TOKEN}"}
             reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=20)

@@ -41,7 +41,10 @@ class PrometheusServer:
 
 @contextmanager
 def prometheus_server(
-    directory: Path, targets: Mapping[str, Mapping[str, str]], rules: list[dict[str, Any]]
+    directory: Path,
+    targets: Mapping[str, Mapping[str, str]],
+    rules: list[dict[str, Any]],
+    **scraping: Any,
 ) -> Iterator[PrometheusServer]:
     """Run a server that scrapes once per second.
 
@@ -49,6 +52,7 @@ def prometheus_server(
         directory: where its configuration and data are written.
         targets: ``host:port`` of each target → labels of the target, as a PodMonitor would set them.
         rules: alerting rules.
+        **scraping: fields of the scrape configuration; by default, labels of metrics override those of targets.
     """
     listening = f"127.0.0.1:{free_port()}"
     (directory / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "tested", "rules": rules}]}))
@@ -58,7 +62,7 @@ def prometheus_server(
         "scrape_configs": [
             {
                 "job_name": "pods",
-                "honor_labels": True,
+                **(scraping or {"honor_labels": True}),
                 "static_configs": [{"targets": [target], "labels": dict(labels)} for target, labels in targets.items()],
             }
         ],

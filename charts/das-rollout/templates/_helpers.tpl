@@ -14,22 +14,48 @@ where they need them, the component's values.
 {{- end -}}
 {{- end }}
 
-{{- define "das-rollout.name" -}}
-{{- printf "%s-operator" (include "das-rollout.fullname" .) | trunc 50 | trimSuffix "-" -}}
+{{/*
+Name of a component, of at most 50 characters, because Kubernetes appends to it. A hash distinguishes names that begin
+alike.
+*/}}
+{{- define "das-rollout.componentName" -}}
+{{- $fullname := include "das-rollout.fullname" (index . 0) -}}
+{{- $component := index . 1 -}}
+{{- $length := sub 49 (len $component) | int -}}
+{{- if gt (len $fullname) $length -}}
+{{- $fullname = printf "%s-%s" (trunc (int (sub $length 9)) $fullname | trimSuffix "-") (sha256sum $fullname | trunc 8) -}}
+{{- end -}}
+{{- printf "%s-%s" $fullname $component -}}
 {{- end }}
 
-{{- define "das-rollout.redis" -}}
-{{- printf "%s-redis" (include "das-rollout.fullname" .) | trunc 50 | trimSuffix "-" -}}
+{{- define "das-rollout.name" -}}{{ include "das-rollout.componentName" (list . "operator") }}{{- end }}
+
+{{- define "das-rollout.redis" -}}{{ include "das-rollout.componentName" (list . "redis") }}{{- end }}
+
+{{- define "das-rollout.history" -}}{{ include "das-rollout.componentName" (list . "history") }}{{- end }}
+
+{{/* Name of an object that shares its namespace, or the cluster, with those of releases in other namespaces. */}}
+{{- define "das-rollout.clusterName" -}}
+{{- printf "%s.%s" (index . 1) (index . 0).Release.Namespace -}}
 {{- end }}
 
-{{- define "das-rollout.history" -}}
-{{- printf "%s-history" (include "das-rollout.fullname" .) | trunc 50 | trimSuffix "-" -}}
+{{/*
+Metadata of an object: a list of the list that das-rollout.labels takes, the name, and the namespace. The namespace is
+that of the release if it is omitted, and an object of the cluster has an empty one.
+*/}}
+{{- define "das-rollout.metadata" -}}
+{{- $context := index . 0 -}}
+name: {{ index . 1 }}
+{{- with index (append . (index $context 0).Release.Namespace) 2 }}
+namespace: {{ . | quote }}
+{{- end }}
+labels: {{- include "das-rollout.labels" $context | nindent 2 }}
 {{- end }}
 
 {{/* Labels that select the pods of a component. They cannot be changed in an upgrade. */}}
 {{- define "das-rollout.selector" -}}
 app.kubernetes.io/name: das-rollout-{{ index . 1 }}
-app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name | quote }}
 {{- end }}
 
 {{/* Labels of all objects of a component. */}}
@@ -40,13 +66,13 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 {{- $_ := set $labels "app.kubernetes.io/version" $root.Chart.AppVersion -}}
 {{- $_ := set $labels "app.kubernetes.io/managed-by" $root.Release.Service -}}
 {{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) -}}
-{{- toYaml (merge $labels $root.Values.commonLabels) -}}
+{{- toYaml (merge $labels ($root.Values.commonLabels | default dict)) -}}
 {{- end }}
 
 {{/* Labels and annotations of the pods of a component. Without the versions, so that an upgrade restarts only changed pods. */}}
 {{- define "das-rollout.podMetadata" -}}
 {{- $values := index . 2 -}}
-labels: {{- toYaml (merge (include "das-rollout.selector" . | fromYaml) $values.podLabels (index . 0).Values.commonLabels) | nindent 2 }}
+labels: {{- toYaml (merge (include "das-rollout.selector" . | fromYaml) ($values.podLabels | default dict) ((index . 0).Values.commonLabels | default dict)) | nindent 2 }}
 {{- with $values.podAnnotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -61,15 +87,22 @@ possible. The security context is that of the restricted Pod Security Standard.
 {{- $values := index . 2 -}}
 securityContext:
   runAsNonRoot: true
+  {{- /* OpenShift assigns the IDs, and refuses others. */}}
+  {{- if not ($root.Capabilities.APIVersions.Has "security.openshift.io/v1") }}
   runAsUser: 1000
   runAsGroup: 1000
   fsGroup: 1000
+  {{- end }}
   seccompProfile: {type: RuntimeDefault}
-{{- with $root.Values.image.pullSecrets }}
+{{- $pullSecrets := $root.Values.image.pullSecrets | default list }}
+{{- range ($root.Values.global | default dict).imagePullSecrets }}
+{{- $pullSecrets = append $pullSecrets (ternary (dict "name" .) . (kindIs "string" .)) }}
+{{- end }}
+{{- with $pullSecrets | uniq }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -95,7 +128,7 @@ topologySpreadConstraints:
 {{/* Image and security of the containers of a component. */}}
 {{- define "das-rollout.container" -}}
 {{- $root := index . 0 -}}
-image: {{ (index . 2).image | default $root.Values.image.operator }}
+image: {{ (index . 2).image | default $root.Values.image.operator | quote }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
@@ -116,7 +149,7 @@ securityContext:
 {{- define "das-rollout.statusToken" -}}
 {{- with .Values.statusToken.existingSecret }}
 - name: ROLLOUT_STATUS_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.statusToken.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.statusToken.key | quote }}}}
 {{- end }}
 {{- end }}
 
@@ -145,12 +178,12 @@ name: redis-ca
 {{- fail "set either redis.ca.secret or redis.ca.configMap" }}
 {{- else if .Values.redis.ca.secret }}
 secret:
-  secretName: {{ .Values.redis.ca.secret }}
+  secretName: {{ .Values.redis.ca.secret | quote }}
 {{- else }}
 configMap:
-  name: {{ .Values.redis.ca.configMap }}
+  name: {{ .Values.redis.ca.configMap | quote }}
 {{- end }}
-  items: [{key: {{ .Values.redis.ca.key }}, path: ca.crt}]
+  items: [{key: {{ .Values.redis.ca.key | quote }}, path: ca.crt}]
 {{- end }}
 
 {{/* Name of the Secret with the administrator's URL and password of Redis. */}}
@@ -183,7 +216,7 @@ configMap:
 {{- define "das-rollout.redisEgress" -}}
 {{- if .Values.redis.bundled }}
 - to:
-    - namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: {{ .Release.Namespace }}}}
+    - namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: {{ .Release.Namespace | quote }}}}
       podSelector:
         matchLabels: {{- include "das-rollout.selector" (list . "redis") | nindent 10 }}
   ports: [{port: 6379, protocol: TCP}]
@@ -198,7 +231,7 @@ configMap:
 {{/* Egress rules of the pods of jobs, in addition to their own namespace, as a list in JSON. */}}
 {{- define "das-rollout.jobEgress" -}}
 {{- $egress := .Values.networkPolicies.egress -}}
-{{- concat $egress.dns (include "das-rollout.redisEgress" . | fromYamlArray) $egress.jobs | toJson -}}
+{{- concat ($egress.dns | default list) (include "das-rollout.redisEgress" . | fromYamlArray) ($egress.jobs | default list) | toJson -}}
 {{- end }}
 
 {{/* Arguments that limit a process to the namespaces of the values. */}}

@@ -63,6 +63,8 @@ class JobContext:
     """The pods that Kueue admits as a whole; None if the job is in no queue, or was running when it was put in one."""
     cluster_gang_api: str | None = None
     """API version of the cluster's PodGroups, if it has any."""
+    cluster_assigns_user_ids: bool = False
+    """Whether the cluster assigns the user and group IDs of pods, and refuses others."""
     status_token_hash: str = ""
     """Hash of the token that the head requires for /status and /metrics; empty if it requires none."""
     has_redis_user_by_default: bool = False
@@ -95,6 +97,7 @@ class JobContext:
             observed.default_image,
             pod_group=None if pod_group is None else PodGroup.model_validate(pod_group, extra="ignore"),
             cluster_gang_api=observed.cluster.gang_api,
+            cluster_assigns_user_ids=observed.cluster.assigns_user_ids,
             status_token_hash=observed.cluster.status_token_hash,
             has_redis_user_by_default=observed.cluster.creates_redis_users,
             annotations=metadata.get("annotations") or {},

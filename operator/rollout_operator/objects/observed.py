@@ -33,6 +33,8 @@ class ClusterInfo:
     """Whether PodDisruptionBudgets have the field ``unhealthyPodEvictionPolicy`` (since Kubernetes 1.27)."""
     gang_api: str | None = None
     """API version of the PodGroups of a scheduler that does gang scheduling; None if there is none."""
+    assigns_user_ids: bool = False
+    """Whether the cluster, such as OpenShift, assigns the user and group IDs of pods, and refuses others."""
     status_reader_namespaces: tuple[str, ...] = ()
     """Namespaces whose pods may read the heads' /status and /metrics; empty means all namespaces."""
     egress_rules: tuple[dict[str, Any], ...] | None = None

@@ -169,7 +169,7 @@ def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
     args = [
         f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
         f"--uid={context.uid}",
-        "--host=0.0.0.0",
+        "--host=",  # all addresses, of IPv4 and IPv6
         f"--port={names.SERVER_PORT}",
     ]
     if server.tokens_secret_name is not None:
@@ -437,9 +437,9 @@ def _pod(
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "runAsGroup": _USER,
-            "fsGroup": _USER,
+            **(
+                {} if context.cluster_assigns_user_ids else dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), _USER)
+            ),
             # Else the kubelet would change the owner of every file of a volume whenever a pod starts.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},

@@ -82,15 +82,23 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
 """Values that together use all parts of the templates."""
 
 
-def render_chart(namespace: str, *, chart: Path = CHART, **values: Any) -> list[dict[str, Any]]:
-    """Return the objects that an installation of the chart consists of; the release is called ``das``.
+def render_chart(
+    namespace: str, *, chart: Path = CHART, release: str = "das", apis: tuple[str, ...] = (), **values: Any
+) -> list[dict[str, Any]]:
+    """Return the objects that an installation of the chart consists of.
 
     Args:
         namespace: namespace of the release.
         chart: folder or package of the chart.
+        release: name of the release.
+        apis: groups and versions that the cluster serves in addition to Kubernetes' own.
         **values: values of the chart.
+
+    Raises:
+        RuntimeError: with Helm's message, if it cannot render the chart with these values.
     """
-    command = [str(HELM), "template", "das", str(chart), "--namespace", namespace, "--values", "-"]
+    command = [str(HELM), "template", release, str(chart), "--namespace", namespace, "--values", "-"]
+    command += [f"--api-versions={api}" for api in apis]
     process = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(process.stderr)

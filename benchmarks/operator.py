@@ -1,11 +1,11 @@
 """Measures the operator with many jobs.
 
-    python -m benchmarks.operator --jobs 1000 --json FILE
+    python -m benchmarks.operator --jobs 1000 --json FILE [--running 1000 --engines 64]
     python -m benchmarks.operator --jobs 1000 --watches
 
 The API server, the scheduler and the controller manager are real and run on this machine; the nodes are virtual, and a
-server in this process answers the heads' status requests. One operator process is measured: API calls by its own
-counter, memory and CPU time by the kernel.
+server in this process answers the heads' status requests. Of the jobs that do not keep running, half are suspended and
+half succeed. One operator process is measured: API calls by its own counter, memory and CPU time by the kernel.
 
 With ``--watches``, the informer is compared with kopf as the watch of 64 pods of each job. Both fill the operator's
 cache. The API server is a stand-in that lists the pods and, once, ends the watch with 410 Gone after deleting some.
@@ -31,16 +31,21 @@ from urllib.parse import parse_qs, urlsplit
 
 import kopf
 import psutil
+from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kubernetes_api import KubernetesApi, owned_kinds
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache
 
 from benchmarks.figures import Figure, quantile, report
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.job import EngineReport
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
+from tests.support.job_status import job_status
 from tests.support.waiting import wait_for
 
 HEAD_PORT = 8080
@@ -49,37 +54,52 @@ MEASURED_S = 60.0
 """Seconds over which CPU time is averaged."""
 SETTLE_S = 10.0
 """Seconds between the last job's change of state and the measurement with running jobs."""
-MAX_RUNNING = 100
-"""Jobs that keep running; half of the others are suspended, half succeed."""
+LABELS = {"source": ("history", "siblings", "self", "pool"), "position": [*map(str, range(1, 16)), "16+"]}
+"""Values of the labels of engines' counters."""
 CAPACITY = {"cpu": "4000", "memory": "64Ti", "pods": "4000", "nvidia.com/gpu": "4000"}
 
 
-class HeadHandler(BaseHTTPRequestHandler):
-    """Serves the status of every head."""
+class Heads(StatusServer):
+    """Serves the status of every head, with the counters and names of real engines."""
 
-    reads = 0
-    """Number of requests so far."""
+    def __init__(self, num_engines: int) -> None:
+        reports = {
+            f"math-worker-{number // 8}/0/{number % 8}/{number:032x}": EngineReport(
+                f"math-worker-{number // 8}/engine-{number % 8}",
+                worker=f"math-worker-{number // 8}/0",
+                max_running=128,
+                counters=dict.fromkeys(ENGINE_METRICS, 123456.789),
+                labeled_counters={
+                    name: dict.fromkeys(LABELS[label], 123456) for name, (label, _) in LABELED_ENGINE_METRICS.items()
+                },
+            )
+            for number in range(num_engines)
+        }
+        self._builder = job_status(reports)
+        super().__init__(self._builder)
+        self.reads = 0
+        """Number of requests so far."""
+        loop = asyncio.new_event_loop()
+        # Every virtual node has an address of its own in 127.0.0.0/8.
+        loop.run_until_complete(self.start("0.0.0.0", HEAD_PORT))  # noqa: S104
+        threading.Thread(target=loop.run_until_complete, args=(self._update(),), daemon=True).start()
 
-    def do_GET(self) -> None:
-        """Return a status that changes every second."""
-        type(self).reads += 1
-        done = int(time.time())
-        engine = '{"worker": "w", "max_running": 128, "assigned": 100, "idle_seconds": 0}'
-        counters = f'"done": {done}, "decoding_steps": {done}, "accepted_per_step": 1.5, "assigned": 100'
-        body = f'{{{counters}, "engines": [{engine}]}}'
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
+    async def _update(self) -> None:
+        while True:
+            done = int(time.time())
+            self._builder.update({"rollouts": done, "decoding_steps": done, "accepted_tokens": done}, {}, {})
+            await asyncio.sleep(1.0)
 
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
+    async def _status(self, request: web.Request) -> web.Response:
+        self.reads += 1
+        return await super()._status(request)
 
 
 class OperatorBenchmark:
     """A cluster with virtual nodes, one operator, and many jobs."""
 
-    def __init__(self, directory: Path, count: int) -> None:
+    def __init__(self, directory: Path, count: int, num_running: int, heads: Heads) -> None:
+        self.num_running, self.heads = num_running, heads
         self.names = [f"job-{number:04d}" for number in range(count)]
         self.created: dict[str, datetime] = {}
         self.plane = CompleteControlPlane(directory / "cluster")
@@ -105,6 +125,12 @@ class OperatorBenchmark:
     def api_calls(self) -> float:
         """Return how many calls to the API server the operator has made."""
         return self.operator.metric("rollout_operator_api_requests_total")
+
+    def job_writes(self) -> float:
+        """Return how often the operator has written a job's status."""
+        lines = self.operator.get("metrics").splitlines()
+        prefix = 'rollout_operator_api_requests_total{kind="RolloutJob/status",verb="apply"} '
+        return sum(float(line.removeprefix(prefix)) for line in lines if line.startswith(prefix))
 
     def wait_idle(self, seconds: float = 3.0) -> None:
         """Wait until the operator has reconciled nothing for this many seconds."""
@@ -164,16 +190,18 @@ class OperatorBenchmark:
         wait_for(lambda: self.states().get("Running", 0) == count, 600, "not all jobs are running")
         created_calls = (self.api_calls() - before) / count
 
-        running = self.names[:MAX_RUNNING]
+        running = self.names[: self.num_running]
         idle = self.names[len(running) :]
         self.for_each(idle[::2], lambda name: self.jobs.patch(name, lifecycle={"suspend": True}))
         self.for_each(idle[1::2], lambda name: self.nodes.terminate_pod("bench", f"{name}-head"))
         wait_for(lambda: self.states().get("Running", 0) == len(running), 600, f"{self.states()}")
         time.sleep(SETTLE_S)
-        reads, calls = HeadHandler.reads, self.api_calls()
+        reads, calls, writes = self.heads.reads, self.api_calls(), self.job_writes()
         busy_cpu = self.cpu(MEASURED_S)
-        busy_reads = (HeadHandler.reads - reads) / MEASURED_S
+        busy_reads = (self.heads.reads - reads) / MEASURED_S
         busy_calls = (self.api_calls() - calls) / MEASURED_S
+        busy_writes = (self.job_writes() - writes) / MEASURED_S
+        busy_rss = self.process().memory_info().rss
 
         self.for_each(running, lambda name: self.nodes.terminate_pod("bench", f"{name}-head"))
         wait_for(lambda: not self.states().get("Running", 0), 600, f"{self.states()}")
@@ -198,6 +226,8 @@ class OperatorBenchmark:
             Figure("memory with all jobs", rss / 2**20, "MiB", "", "<=", 200.0),
             Figure("CPU with all jobs suspended or succeeded", 100 * idle_cpu, "% of a core", "", "<=", 5.0),
             Figure(f"CPU with {len(running)} jobs running", 100 * busy_cpu, "% of a core", "", "<=", None),
+            Figure(f"memory with {len(running)} jobs running", busy_rss / 2**20, "MiB", "", "<=", None),
+            Figure("status writes per running job", 60 * busy_writes / len(running), "per minute", "", "<=", None),
             Figure("full resync after a restart", resync, "s", "", "<=", 60.0),
         ]
         details = {
@@ -392,6 +422,8 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--jobs", type=int, default=1000, help="number of jobs [%(default)s]")
+    parser.add_argument("--running", type=int, default=100, help="jobs that keep running [%(default)s]")
+    parser.add_argument("--engines", type=int, default=1, help="engines of each job [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--watches", action="store_true", help="compare ways to watch pods instead")
     parser.add_argument("--watch-pods", nargs=2, help=argparse.SUPPRESS)
@@ -402,11 +434,8 @@ def main() -> None:
     if options.watches:
         report(options.json, compare_watches(options.jobs), jobs=options.jobs)
         return
-    # Every virtual node has an address of its own in 127.0.0.0/8.
-    server = ThreadingHTTPServer(("0.0.0.0", HEAD_PORT), HeadHandler)  # noqa: S104
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as directory:
-        benchmark = OperatorBenchmark(Path(directory), options.jobs)
+        benchmark = OperatorBenchmark(Path(directory), options.jobs, options.running, Heads(options.engines))
         try:
             figures, details = benchmark.run()
         finally:

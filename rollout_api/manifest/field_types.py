@@ -30,6 +30,15 @@ DnsLabel = Annotated[
 ]
 """A name of at most 63 lower-case letters, digits and dashes (RFC 1123 label)."""
 
+LabelKey = Annotated[
+    str,
+    StringConstraints(
+        min_length=1,
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",
+    ),
+]
+LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$")]
 DnsName = Annotated[
     str,
     StringConstraints(

@@ -14,20 +14,11 @@ from pydantic import ConfigDict, Field, JsonValue, StringConstraints, Validation
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rollout_api.manifest.field_types import DnsName, ManifestModel, Quantity, Text, cel_rules
+from rollout_api.manifest.field_types import DnsName, LabelKey, LabelValue, ManifestModel, Quantity, Text, cel_rules
 
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 """Extended resource of one GPU if a manifest names none."""
 
-_LabelKey = Annotated[
-    str,
-    StringConstraints(
-        min_length=1,
-        max_length=317,
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",
-    ),
-]
-_LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$")]
 _AcceleratorName = Annotated[
     str, StringConstraints(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$")
 ]
@@ -83,11 +74,11 @@ class WorkerResources(Resources):
 class Toleration(ManifestModel):
     """A toleration: allows pods on nodes with a matching taint."""
 
-    key: _LabelKey | None = None
+    key: LabelKey | None = None
     """Key of the taint. Default: all taints (requires operator Exists)."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """Exists matches any value, Equal only the given one."""
-    value: _LabelValue | None = None
+    value: LabelValue | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint. Default: all effects."""
@@ -150,8 +141,11 @@ class Workers(ManifestModel):
     Karpenter. Default: any GPU."""
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the workers, for example nvidia. Default: that of the cluster."""
-    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=64)
     """Labels that the node of a worker must have."""
+    topology_key: _LabelKey | None = None
+    """Label of nodes whose values are the racks, NVLink domains or blocks of the cluster. With podsPerWorker, the pods
+    of each worker are placed on nodes with the same value; otherwise, the workers of the job preferably are."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Tolerations of the workers. GPU workers always tolerate the taint of their GPU resource, too, and that of its
     vendor, such as nvidia.com/gpu."""
@@ -211,7 +205,7 @@ class Head(ManifestModel):
     """The head pod, which runs the coordinator. It needs no GPU."""
 
     resources: Resources = Field(default_factory=Resources)
-    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=64)
     """Labels that the node of the head must have."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Tolerations of the head."""
@@ -235,7 +229,7 @@ class Server(ManifestModel):
     args: list[Text] = Field(default_factory=list, max_length=64)
     """Further arguments of vLLM's API server, for example --enable-auto-tool-choice and --tool-call-parser=hermes."""
     resources: Resources = Field(default_factory=Resources)
-    node_selector: dict[_LabelKey, _LabelValue] = Field(default_factory=dict, max_length=64)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=64)
     """Labels that the nodes of the server must have."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Tolerations of the server."""

@@ -30,6 +30,8 @@ from rollout_api.manifest.engine_args import extra_arg_error
 from rollout_api.manifest.field_types import (
     DnsLabel,
     DnsName,
+    LabelKey,
+    LabelValue,
     ManifestModel,
     Quantity,
     SecretKey,
@@ -222,7 +224,7 @@ class ModelCache(ManifestModel):
     persistent_volume_claim: DnsName | None = None
     """PersistentVolumeClaim that all pods of the job mount. Default: each pod downloads into its own volume."""
     size_limit: Quantity | None = None
-    """Size limit of the volume of a pod that has its own."""
+    """Size limit of the volume of a pod that has its own. A worker requests this much ephemeral storage."""
     prefetch: bool = False
     """Download the model into the claim once, by a pod of its own, before the head and the workers are created. They
     mount the claim read-only."""
@@ -255,6 +257,11 @@ class Weights(ManifestModel):
     """vLLM's backend for weights that a trainer sends from its memory; auto: nccl; none: they are refused. CPU workers
     always use gloo. Engines connect to the address that the trainer names. With ipc, they also unpickle what it
     sends."""
+    trainer_pods: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=64)
+    """Labels of the trainer's pods, which may connect to the job's pods on all ports. NCCL and gloo need this. Default:
+    the label das.rollout.dev/trainer with the job's name."""
+    trainer_namespace: DnsName | None = None
+    """Namespace of the trainer's pods. Default: that of the job."""
 
     @field_validator("allowed_roots", mode="before")
     @classmethod

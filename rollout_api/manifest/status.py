@@ -6,9 +6,11 @@ numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
+from typing_extensions import Self
 
 from rollout_api.manifest.field_types import ManifestModel
 from rollout_api.str_enum import StrEnum
@@ -40,7 +42,7 @@ class ConditionType(StrEnum):
     READY = "Ready"
     """The job is in the state that its spec asks for. Tools such as ``kubectl wait``, Argo CD and Flux read this."""
     STALLED = "Stalled"
-    """The job will not become ready without a change of its spec; a convention of kstatus."""
+    """The job will probably not become ready without a change of its spec or of the cluster. This follows kstatus."""
 
 
 class State(StrEnum):
@@ -96,7 +98,10 @@ class WorkersStatus(ManifestModel):
 
 
 class ProgressStatus(ManifestModel):
-    """The progress of the job, as last reported by its head."""
+    """The progress of the job, as last reported by its head.
+
+    While only these figures change, they are written once a minute.
+    """
 
     done: int = Field(default=0, ge=0)
     """Number of finished rollouts."""
@@ -118,6 +123,8 @@ class ProgressStatus(ManifestModel):
     """Estimated seconds until all open requests are answered."""
     summary: str = ""
     """done/total, or done without a total."""
+    last_update_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When these figures were written."""
 
 
 class EnvironmentErrors(ManifestModel):
@@ -179,6 +186,21 @@ class Failure(ManifestModel):
     """Whether the failure counts towards backoffLimit."""
 
 
+class Backoff(ManifestModel):
+    """Failures of pods and their replacements, which delay the next replacements."""
+
+    pods: list[str]
+    """Names of the head, the prefetch pod or workers, for all of which the following holds."""
+    reason: str
+    """Reason of the last failure."""
+    time: str = Field(json_schema_extra={"format": "date-time"})
+    """Time of the last failure."""
+    seconds: int = Field(ge=0)
+    """Seconds after that time when they may be replaced."""
+    nodes: list[str] = Field(default_factory=list)
+    """The nodes that rejected them last. A node that is listed twice is avoided."""
+
+
 class Connection(ManifestModel):
     """What a trainer needs to connect to the job. The ConfigMap ``<job>-connection`` has the same data."""
 
@@ -238,6 +260,8 @@ class RolloutJobStatus(ManifestModel):
     """When the pods that failedPods counts have failed."""
     failures: list[Failure] = Field(default_factory=list)
     """The latest failures."""
+    backoffs: list[Backoff] = Field(default_factory=list)
+    """Which pods have failed lately, and when they are replaced."""
     revision: Revision | None = None
     """The settings with which new pods are created; none while the job is suspended."""
     model_prefetch: ModelPrefetch | None = None
@@ -250,3 +274,23 @@ class RolloutJobStatus(ManifestModel):
     active_seconds: int = Field(default=0, ge=0)
     """Seconds that the job was active before startTime."""
     completion_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Self:
+        """Read a status that a later version of the operator may have written.
+
+        Unknown fields are ignored, and so are fields and list items with values that this version does not know.
+        """
+        try:
+            return cls.model_validate(written, extra="ignore")
+        except ValidationError as error:
+            locations = [one["loc"] for one in error.errors()]
+        unknown = {where[:2] if isinstance(written[str(where[0])], list) else where[:1] for where in locations}
+        known = {
+            name: [item for index, item in enumerate(value) if (name, index) not in unknown]
+            if isinstance(value, list)
+            else value
+            for name, value in written.items()
+            if (name,) not in unknown
+        }
+        return cls.model_validate(known, extra="ignore")

@@ -52,6 +52,10 @@ class EngineEntry(TypedDict):
     """Its numbers of draft tokens by name and label, those of ``rollout_engine_*`` metrics with a further label."""
 
 
+BRIEF_ENGINE_FIELDS = ("worker", "max_running", "assigned", "idle_seconds")
+"""Fields of each engine in the answer to ``GET /status?engines=brief``, by which the operator asks."""
+
+
 class EnvironmentErrors(TypedDict):
     """Rollouts of a dataset source that got no reward for one type of reason."""
 
@@ -134,7 +138,7 @@ NO_STATUS = cast(CoordinatorStatus, {})
 
 
 class ServedStatus(CoordinatorStatus):
-    """The body of the coordinator's ``GET /status``."""
+    """The body of the coordinator's ``GET /status``. With ``?engines=brief``, engines have fewer fields."""
 
     redis_error: str | None
     """Why Redis is unavailable, while the job waits for it."""

@@ -118,12 +118,15 @@ def parse_address(url: str) -> RedisAddress:
             text.
 
     Raises:
-        ValueError: the URL is malformed. The message says what is wrong, and contains no part of a password.
+        ValueError: the URL is malformed. The message says what is wrong, and contains no part of a password, and
+            nothing of a value without a scheme of Redis.
     """
     try:
         return _parse(url)
     except ValueError as error:
-        raise ValueError(f"{without_password(url)!r} is not a Redis URL: {error}") from None
+        # A value without a scheme of Redis may be any secret, for example because a manifest names the wrong key.
+        shown = repr(without_password(url)) if url.partition("://")[0] in _KINDS else "this value, which is not shown,"
+        raise ValueError(f"{shown} is not a Redis URL: {error}") from None
 
 
 def parse_server_address(url: str) -> RedisAddress:

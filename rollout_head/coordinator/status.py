@@ -145,7 +145,7 @@ class StatusBuilder:
             "max_running": report.max_running,
             "assigned": len(self._state.assigned.get(engine, ())),
             "tokens_per_second": self._throughput.of_engine(engine),
-            "idle_seconds": now - self._busy_at[engine],
+            "idle_seconds": round(now - self._busy_at[engine], 1),
             "failed": {str(version): reason for version, reason in report.failed.items()},
             "counters": report.counters,
             "labeled_counters": report.labeled_counters,

@@ -6,7 +6,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from rollout_api.http_server import HttpServer
-from rollout_api.protocol.status import ServedStatus
+from rollout_api.protocol.status import BRIEF_ENGINE_FIELDS, ServedStatus
 from rollout_api.status_token import StatusToken
 from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_head.coordinator.status import StatusBuilder
@@ -26,14 +26,20 @@ class StatusServer(HttpServer):
         pages = {"/status": self._status, "/healthz": self._health, "/readyz": self._readiness}
         super().__init__(registry, pages, token)
 
-    async def _status(self, _: web.Request) -> web.Response:
+    async def _status(self, request: web.Request) -> web.Response:
         if self._builder.last is None:
             return web.json_response({"error": _STARTING}, status=503)
         redis_error = None
         if self._builder.age_s > _STALE_STATUS_S:
             redis_error = f"Redis has not answered the coordinator for {self._builder.age_s:.0f} s"
         status: ServedStatus = {**self._builder.last, "redis_error": redis_error}
-        return web.json_response(status)
+        if request.query.get("engines") != "brief":
+            return web.json_response(status)
+        engines = [
+            {name: value for name, value in engine.items() if name in BRIEF_ENGINE_FIELDS}
+            for engine in status["engines"]
+        ]
+        return web.json_response({**status, "engines": engines})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -18,10 +18,14 @@ from rollout_api.manifest.spec import DatasetSource, Environment, Task
 from rollout_api.protocol.messages import problem_id_of
 from rollout_api.protocol.status import EnvironmentErrors
 from rollout_api.redis_client.retry import retry
-from rollout_head.environment.supervisor import EnvironmentLoadError, EnvironmentSupervisor
+from rollout_head.environment.supervisor import EnvironmentErrorType, EnvironmentLoadError, EnvironmentSupervisor
 from rollout_store.job.launcher import LauncherStore
 
 logger = logging.getLogger(__name__)
+
+_ERROR_TYPES = frozenset(EnvironmentErrorType)
+_MAX_SUMMARY_CHARS = 1000
+"""Maximum length of each text about errors in the job's status."""
 
 
 @dataclass(frozen=True)
@@ -281,5 +285,11 @@ class EnvironmentResults:
 
     def _add(self, name: str, error: RolloutError) -> None:
         self._errors[name] = error
-        first: EnvironmentErrors = {"count": 0, "problem": error.problem_id, "message": error.message}
-        self._summary.setdefault(error.error_type, first)["count"] += 1
+        # The environment's process runs code of the user, which could name any type.
+        kind = error.error_type if error.error_type in _ERROR_TYPES else EnvironmentErrorType.EXCEPTION.value
+        first: EnvironmentErrors = {
+            "count": 0,
+            "problem": error.problem_id[:_MAX_SUMMARY_CHARS],
+            "message": error.message[:_MAX_SUMMARY_CHARS],
+        }
+        self._summary.setdefault(kind, first)["count"] += 1

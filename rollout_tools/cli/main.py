@@ -45,6 +45,7 @@ from rollout_tools.cli.doctor import doctor
 from rollout_tools.cli.job_address import ModelCache, check_manifest, job_directory, read_manifest
 from rollout_tools.cli.job_commands import app as job_app
 from rollout_tools.cli.output import exit_with_message, report_lines, report_table, show_progress
+from rollout_tools.cli.pod_templates import check_pod_templates
 from rollout_tools.cli.report_command import app as report_app
 from rollout_tools.cli.report_command import bundle_app, check_writable, write_page_of_run
 from rollout_tools.cli.top import app as top_app
@@ -433,6 +434,9 @@ def check(file: ManifestFile) -> None:
             from rollout_head.dataset.problems import check_tasks
 
             check_tasks(job.spec.source.dataset)
+        has_names = check_pod_templates(job)
+    if not has_names:
+        console.print("The fields of pod templates were not checked: install the package kubernetes.", soft_wrap=True)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "25db054a107dc3c2a2af3c59bfb86c5f829a7dcdd680fe57455651e2cbd1338d",
+    "rolloutjobs.das.rollout.dev": "85fe60ac57af268f6e46007b422b110ac69aa24948b5e4c20326b53b6aad27fe",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

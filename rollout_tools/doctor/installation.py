@@ -227,6 +227,7 @@ _OPERATOR_VERBS: Mapping[tuple[str, str], str] = {
     ("kueue.x-k8s.io", "workloads"): "delete",
     ("scheduling.x-k8s.io", "podgroups"): "get list watch create patch",
     ("scheduling.volcano.sh", "podgroups"): "get list watch create patch",
+    ("scheduling.k8s.io", "podgroups"): "get list watch create patch",
 }
 """The rules of the chart's template ``das-rollout.rules``; a test compares them."""
 

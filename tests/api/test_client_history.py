@@ -98,7 +98,7 @@ def test_history_on_the_jobs_redis_is_read_there(redis_url: str, job: FakeJob, h
 
 
 def test_invalid_history_address_is_rejected_at_once(redis_url: str) -> None:
-    with pytest.raises(InvalidRequestError, match="'http://here' is not a Redis URL"):
+    with pytest.raises(InvalidRequestError, match="this value, which is not shown, is not a Redis URL"):
         AsyncRolloutClient.connect(redis_url, "default/math", history_redis="http://here")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, without_password
+from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address, without_password
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,15 @@ def test_url_is_parsed(url: str, address: RedisAddress) -> None:
 def test_error_says_what_is_wrong(url: str, expected_error: str) -> None:
     with pytest.raises(ValueError, match=expected_error):
         parse_address(url)
+
+
+@pytest.mark.parametrize(
+    "value", ["hunter2", "hunter2:6379", "https://hooks.example.com/hunter2", '{"url": "hunter2"}']
+)
+def test_value_that_is_no_url_of_redis_is_not_shown(value: str) -> None:
+    with pytest.raises(ValueError, match="this value, which is not shown, is not a Redis URL") as caught:
+        parse_server_address(value)
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("password", ["sec/ret", "sec?ret", "sec#ret", "sec:ret/", "sec@ret/", "sec?ret/x"])

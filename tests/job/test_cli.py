@@ -100,6 +100,27 @@ def test_the_check_reports_tasks_that_reasoning_gym_cannot_generate(command: Com
         assert f"spec.source.dataset.{path}" in result.output
 
 
+def test_the_check_finds_misspelt_fields_of_pod_templates(command: Command, tmp_path: Path) -> None:
+    spec = {
+        "hostAliasses": [{"ip": "10.0.0.1"}],
+        "$setElementOrder/containers": [],
+        "containers": [{"name": "worker", "envs": [], "env": [{"name": "A", "valueFrm": {}}], "resources": None}],
+        "nodeSelector": {"anything": "x"},
+    }
+    command.manifest["spec"]["workers"]["podTemplate"] = {"metadata": {"labels": {"any": "x"}}, "spec": spec}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(command.manifest))
+    result = CliRunner().invoke(app, ["check", "-f", str(file)])
+    assert EXIT_MANIFEST == result.exit_code, result.output
+    prefix = "spec.workers.podTemplate.spec."
+    found = re.findall(rf"{re.escape(prefix)}(\S+): pods have no such field; did you mean (\w+)\?", result.output)
+    assert {
+        ("hostAliasses", "hostAliases"),
+        ("containers[0].envs", "env"),
+        ("containers[0].env[0].valueFrm", "valueFrom"),
+    } == set(found)
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert 0 == result.exit_code, result.output

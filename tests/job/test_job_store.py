@@ -23,6 +23,7 @@ from rollout_api.protocol.messages import Partial, RolloutRequest, WeightSpan, d
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.pipelined import PipelinedConnection
 from rollout_api.redis_client.server_functions import read_source
+from rollout_head.dataset.problems import EnvironmentResults, RolloutError
 from rollout_head.relay import Relay
 from rollout_store.history.records import START
 from rollout_store.history.store import HistoryStore
@@ -421,3 +422,15 @@ def test_a_process_killed_before_any_packet_loses_and_duplicates_no_rollout(harn
     redis_server = harness.redis
     assert 0 == redis_server.xlen(JOB.requests) == redis_server.xlen(JOB.outbox) == redis_server.hlen(JOB.partials)
     assert kills >= 35
+
+
+async def test_an_environment_with_thousands_of_types_of_errors_does_not_enlarge_the_status(
+    harness: StoreHarness,
+) -> None:
+    results = EnvironmentResults(LauncherStore(harness.redis, JOB))
+    errors = {f"r-{number}": RolloutError(f"type-{number}", "p", "m" * 2000) for number in range(25_000)}
+    await results.record({"r": RolloutError("timeout", "p", "m"), **errors})
+    async with harness.connected() as job_store:
+        summary = await job_store.job.environment_errors()
+    assert {"timeout": 1, "exception": 25_000} == {kind: error["count"] for kind, error in summary.items()}
+    assert len(summary["exception"]["message"]) <= 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_faulty_drafting_sets_a_condition_and_posts_an_event() -> None:
 def test_a_job_succeeds_when_its_head_does() -> None:
     cluster = running_job(lifecycle={"ttlSecondsAfterFinished": 60})
     cluster.head = cluster.head.model_copy(update={"done": 90})
+    cluster.now += 60
     cluster.reconcile()
     assert "90" == cluster.status["progress"]["summary"]
     cluster.terminate(
@@ -156,7 +158,7 @@ def test_an_event_states_why_a_pod_failed(end: dict[str, Any], reason: str) -> N
 
 def test_an_evicted_worker_is_not_counted_and_is_replaced_at_once() -> None:
     cluster = running_job(lifecycle={"backoffLimit": 0})
-    cluster.terminate("math-worker-1", 137, pod_reason="Evicted")
+    cluster.terminate("math-worker-1", 137, pod_reason="Evicted", disrupted=True)
     cluster.reconcile()
     assert 0 == cluster.status["failedPods"]
     assert not cluster.status["failures"][0]["counted"]
@@ -416,7 +418,7 @@ def test_a_worker_that_does_not_terminate_on_a_node_that_is_ready_keeps_its_gpus
 def test_pending_replacements_are_capped() -> None:
     cluster = running_job(workers={"replicas": 6, "maxPendingReplacements": 2})
     for name in cluster.workers():
-        cluster.terminate(name, 137, pod_reason="NodeLost")
+        cluster.terminate(name, 137, disrupted=True)
     cluster.reconcile()
     assert 2 == len(cluster.workers())
     cluster.run_all()
@@ -534,6 +536,7 @@ def test_each_type_of_error_of_an_environment_is_reported_once() -> None:
         error = {"count": count, "problem": "sum-3", "message": "the environment took more than 600 s"}
         status = cluster.head.model_dump() | {"environment_errors": {"timeout": error}}
         cluster.head = HeadStatus.model_validate(status)
+        cluster.now += 60
         cluster.reconcile()
         (shown,) = cluster.status["environmentErrors"]
         assert {"type": "timeout", **error} == shown
@@ -541,6 +544,81 @@ def test_each_type_of_error_of_an_environment_is_reported_once() -> None:
     assert "Warning" == event.type
     assert "problem sum-3" in event.message
     assert "(timeout): the environment took more than 600 s" in event.message
+
+
+def test_a_head_with_thousands_of_types_of_errors_causes_one_event_and_a_small_status() -> None:
+    cluster = running_job()
+    error = {"count": 1, "problem": "p" * 5000, "message": "m" * 5000}
+    errors = {f"type-{number}": error for number in range(25_000)}
+    cluster.head = HeadStatus.model_validate(cluster.head.model_dump() | {"environment_errors": errors})
+    cluster.reconcile()
+    (event,) = [event for event in cluster.events if event.reason == "EnvironmentErrors"]
+    assert len(event.message) <= 600
+    assert 16 == len(cluster.status["environmentErrors"])
+    assert len(json.dumps(cluster.status)) < 50_000
+
+
+def test_final_figures_that_cannot_be_used_do_not_keep_a_job_from_succeeding() -> None:
+    cluster = running_job()
+    done = cluster.status["progress"]["done"]
+    cluster.terminate("math-head", 0, message='{"done": 1e999}')
+    cluster.reconcile()
+    assert ("Succeeded", done) == (cluster.status["state"], cluster.status["progress"]["done"])
+    (event,) = [event for event in cluster.events if event.reason == "HeadStatusInvalid"]
+    assert "final figures" in event.message
+
+
+def test_the_status_of_a_later_version_is_read_after_a_rollback() -> None:
+    cluster = running_job()
+    cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    written = copy.deepcopy(cluster.status)
+    failure = written["failures"][0]
+    cluster.status.update(state="Hibernating", later={"field": 1}, startTime=written["startTime"])
+    cluster.status["progress"]["later"] = cluster.status["workers"]["later"] = cluster.status["revision"]["later"] = 1
+    cluster.status["failures"] = [{**failure, "later": 1}, {**failure, "uid": "other", "component": "cache"}]
+    cluster.status["conditions"].append({**written["conditions"][0], "type": "Later"})
+    cluster.reconcile()
+    assert written == cluster.status
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
+
+
+def test_a_job_whose_head_reports_the_largest_numbers_and_texts_can_be_suspended() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2, "maxReplicas": 16})
+    text, most = "x" * 100_000, 2**53
+    counts = ("weight_version", "waiting", "assigned", "done", "total", "epoch", "tokens", "decoding_steps", "canaries")
+    seconds = ("tokens_per_second", "remaining_seconds", "work_seconds", "tail_seconds", "accepted_per_step")
+    engine = {"worker": text, "max_running": most, "assigned": most, "idle_seconds": most}
+    cluster.head = HeadStatus.model_validate(
+        {
+            **dict.fromkeys([*counts, *seconds], most),
+            "saved": -most,
+            "engines": [engine] * 3,
+            "unverified": [text] * 3,
+            "redis_error": text,
+            "engine_errors": {text: text},
+        }
+    )
+    cluster.reconcile()
+    assert len(json.dumps(cluster.status)) < 20_000
+    assert cluster.status["progress"]["open"] < 2**63
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
+
+
+def test_a_head_whose_status_cannot_be_used_is_reported_and_its_job_can_be_suspended() -> None:
+    cluster = running_job()
+    cluster.head, cluster.head_problem = None, "done: Input should be finite"
+    cluster.reconcile()
+    assert ("Unknown", "HeadStatusInvalid") == cluster.condition("EngineReady")
+    (event,) = [event for event in cluster.events if event.reason == "HeadStatusInvalid"]
+    assert "The operator cannot use the status of the head: done: Input should be finite" == event.message
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert all("deletionTimestamp" in cluster.pods[name]["metadata"] for name in cluster.workers())
 
 
 def test_autoscaling_adds_no_worker_for_a_short_queue() -> None:

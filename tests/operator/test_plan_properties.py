@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_operator.objects import names
-from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
+from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView, parse_timestamp
+from rollout_operator.planning.actions import Create, Plan
 
 from tests.support.simulated_cluster import SimulatedCluster
 
@@ -83,7 +84,26 @@ class JobLifecycle(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        self.cluster.execute(self.cluster.plan())
+        if self.cluster.job is not None:
+            planned = self.cluster.plan()
+            self._check_backoffs(planned)
+            self.cluster.execute(planned)
+
+    def _check_backoffs(self, planned: Plan) -> None:
+        """Check that no pod is created before the backoff of those in its place has passed."""
+        status = self.cluster.status if planned.status is None else planned.status
+        delayed = {
+            pod
+            for backoff in status.get("backoffs", ())
+            for pod in backoff["pods"]
+            if (parse_timestamp(backoff["time"]) or 0.0) + backoff["seconds"] > self.cluster.now
+        }
+        for action in planned.actions:
+            if isinstance(action, Create) and action.manifest["kind"] == "Pod":
+                metadata = action.manifest["metadata"]
+                slot = metadata["labels"].get(names.SLOT_LABEL)
+                component = metadata["labels"][names.COMPONENT_LABEL]
+                assert (f"math-{component}" if slot is None else f"math-worker-{slot}") not in delayed
 
     @rule(steps=st.integers(0, 8))
     def reconcile_and_be_killed(self, steps: int) -> None:
@@ -113,11 +133,17 @@ class JobLifecycle(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         code=st.sampled_from([1] * 6 + [137, 3, 7, 2, 0]),
-        pod_reason=st.sampled_from(["", "", "Evicted"]),
+        disrupted=st.sampled_from([False, False, True]),
     )
-    def terminate_pod(self, data: st.DataObject, code: int, pod_reason: str) -> None:
+    def terminate_pod(self, data: st.DataObject, code: int, disrupted: bool) -> None:
         if (name := self._pod(data)) is not None:
-            self.cluster.terminate(name, code, pod_reason=pod_reason if code else "")
+            self.cluster.terminate(name, code, disrupted=disrupted and code != 0)
+
+    @rule(data=st.data(), reason=st.sampled_from(["OutOfcpu", "Evicted"]), node=st.sampled_from(["one", "two"]))
+    def reject_pod(self, data: st.DataObject, reason: str, node: str) -> None:
+        pods = sorted(name for name in self.cluster.pods if self.cluster.can_bind(name))
+        if pods:
+            self.cluster.reject(data.draw(st.sampled_from(pods)), reason, node)
 
     @rule(data=st.data())
     def finish_deletion(self, data: st.DataObject) -> None:

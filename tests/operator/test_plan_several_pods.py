@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_operator.objects.names import GANG_APIS
+from rollout_operator.objects.names import GANG_APIS, NATIVE_GANG_API
 
 from tests.support.planned_jobs import running_job, spec, suspend_and_resume
 from tests.support.simulated_cluster import SimulatedCluster
@@ -108,12 +108,41 @@ def test_a_scheduler_with_pod_groups_places_the_pods_of_a_worker_as_a_whole(api:
     cluster.reconcile()
     groups = {name: group for (kind, name), group in cluster.objects.items() if kind == "PodGroup"}
     assert {"math-worker-0", "math-worker-1"} == set(groups)
-    assert [(api, 2)] * 2 == [(group["apiVersion"], group["spec"]["minMember"]) for group in groups.values()]
+    gang = {"schedulingPolicy": {"gang": {"minCount": 2}}} if api == NATIVE_GANG_API else {"minMember": 2}
+    assert [(api, gang)] * 2 == [(group["apiVersion"], group["spec"]) for group in groups.values()]
     for name in cluster.workers():
         metadata = cluster.pods[name]["metadata"]
-        joined = {*metadata["labels"].values(), *metadata["annotations"].values()} & set(groups)
+        named = cluster.pods[name]["spec"].get("schedulingGroup", {})
+        joined = {*metadata["labels"].values(), *metadata["annotations"].values(), *named.values()} & set(groups)
         assert {name[: len("math-worker-0")]} == joined
     assert not any("pod-group" in label for label in cluster.pods["math-head"]["metadata"]["labels"])
+    assert "schedulingGroup" not in cluster.pods["math-head"]["spec"]
+
+
+def test_the_pods_of_a_worker_have_the_priority_of_their_native_pod_group() -> None:
+    workers = {**TWO_PODS, "replicas": 1}
+    manifest = spec(engine={"tensorParallelSize": 4}, workers=workers)
+    cluster = SimulatedCluster({**manifest, "priorityClassName": "high"}, gang_api=NATIVE_GANG_API)
+    cluster.reconcile()
+
+    def priorities() -> dict[str, tuple[str, str]]:
+        """Return the priority of each pod of the worker and of its group."""
+        found = {}
+        for name in cluster.workers():
+            pod = cluster.pods[name]["spec"]
+            group = cluster.objects["PodGroup", pod["schedulingGroup"]["podGroupName"]]
+            found[name] = (pod["priorityClassName"], group["spec"]["priorityClassName"])
+        return found
+
+    assert {"math-worker-0": ("high", "high"), "math-worker-0-1": ("high", "high")} == priorities()
+    before = {name for kind, name in cluster.objects if kind == "PodGroup"}
+    # The API server rejects another priority of an existing group, so the pods have to join another group.
+    assert cluster.job is not None
+    cluster.job["spec"]["priorityClassName"] = "low"
+    cluster.change()
+    suspend_and_resume(cluster)
+    assert {"math-worker-0": ("low", "low"), "math-worker-0-1": ("low", "low")} == priorities()
+    assert {"high"} == {cluster.objects["PodGroup", name]["spec"]["priorityClassName"] for name in before}
 
 
 def test_a_pod_of_a_worker_that_cannot_be_scheduled_is_named() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from rollout_operator.__main__ import parse_arguments
+from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
+from rollout_operator.objects.names import TRAINER_LABEL
 from rollout_operator.objects.observed import ClusterInfo
 from rollout_operator.objects.owned_objects import needs_apply, owned_objects
 from rollout_operator.objects.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
+from rollout_api.manifest.status import PodGroup
 from rollout_api.status_token import HASH_VARIABLE, OPEN_PAGES
 from tests.support.manifests import rollout_job
 
@@ -288,6 +291,144 @@ def test_without_prefetch_all_pods_may_download_the_model() -> None:
         assert "HF_HUB_OFFLINE" not in environment_of(pod)
 
 
+HOSTNAME = "kubernetes.io/hostname"
+RACK = "topology.example.com/rack"
+TWO_PODS = {"podsPerWorker": 2, "gpusPerWorker": 4}
+"""Workers of two pods, for an engine with four GPUs."""
+
+
+def pod_affinity(pod: dict[str, Any], kind: str, affinity: str = "podAffinity") -> list[dict[str, Any]]:
+    """Return the terms of a pod's affinity to other pods, ``preferred`` or ``required``, without their weights."""
+    fields = pod["spec"].get("affinity", {}).get(affinity, {})
+    terms: list[dict[str, Any]] = fields.get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
+    return [term.get("podAffinityTerm", term) for term in terms]
+
+
+def matches(term: dict[str, Any], pod: dict[str, Any]) -> bool:
+    """Return whether the selector of a term of an affinity selects a pod."""
+    (kind,) = term["labelSelector"]
+    assert "matchLabels" == kind
+    return term["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_workers_with_gpus_are_packed_onto_nodes_and_others_are_spread() -> None:
+    # Nodes that are partly occupied have no room for workers that need all of a node's GPUs.
+    context = job_context()
+    worker = worker_pod(context, 0, replacement=False)
+    (term,) = pod_affinity(worker, "preferred")
+    other_job = JobContext(parse_job(rollout_job(name="code", namespace="rl")), "other", {}, "worker:1")
+    assert HOSTNAME == term["topologyKey"]
+    assert matches(term, worker_pod(other_job, 1, replacement=False))
+    assert not matches(term, head_pod(context))
+    assert "topologySpreadConstraints" not in worker["spec"]
+    cpu_worker = worker_pod(job_context(workers={"gpusPerWorker": 0}), 0, replacement=False)
+    assert not pod_affinity(cpu_worker, "preferred")
+    (constraint,) = cpu_worker["spec"]["topologySpreadConstraints"]
+    assert (HOSTNAME, "ScheduleAnyway") == (constraint["topologyKey"], constraint["whenUnsatisfiable"])
+
+
+def test_a_topology_key_keeps_the_pods_of_a_worker_together() -> None:
+    workers = {**TWO_PODS, "topologyKey": RACK, "accelerator": "nvidia-h100"}
+    context = job_context(engine={"tensorParallelSize": 4}, workers=workers)
+    leader = worker_pod(context, 1, replacement=False)
+    follower = worker_pod(context, 1, rank=1, replacement=False)
+    other = worker_pod(context, 0, replacement=False)
+    for pod in (leader, follower):
+        (required,) = pod_affinity(pod, "required")
+        assert RACK == required["topologyKey"]
+        # A pod whose term matches no existing pod may go anywhere only if the term matches the pod itself.
+        assert [True, True, False] == [matches(required, one) for one in (leader, follower, other)]
+        # A leader in the rack of another one could take the place of its follower.
+        (apart,) = pod_affinity(pod, "preferred", "podAntiAffinity")
+        assert RACK == apart["topologyKey"]
+        assert matches(apart, other)
+        assert not pod_affinity(pod, "preferred")
+        assert "nodeAffinity" in pod["spec"]["affinity"]
+
+
+def test_a_topology_key_keeps_workers_of_one_pod_close() -> None:
+    context = job_context(workers={"topologyKey": RACK})
+    pod, other = (worker_pod(context, slot, replacement=False) for slot in range(2))
+    preferred = {term["topologyKey"]: term for term in pod_affinity(pod, "preferred")}
+    assert {HOSTNAME, RACK} == set(preferred)
+    assert matches(preferred[RACK], other)
+    assert not pod_affinity(pod, "required")
+    assert "podAntiAffinity" not in pod["spec"]["affinity"]
+
+
+def queued(context: JobContext, *, total_count: int = 5, annotations: dict[str, str] | None = None) -> JobContext:
+    """Return the context of a job whose first pods Kueue admits as a group."""
+    labels = {names.QUEUE_LABEL: "research", "kueue.x-k8s.io/priority-class": "nightly", "team": "rl"}
+    group = PodGroup(name="math-1", queue="research", total_count=total_count)
+    return replace(context, labels=labels, annotations=annotations or {}, pod_group=group)
+
+
+def test_kueue_finds_its_labels_and_annotations_of_the_job_on_the_pods() -> None:
+    required = "kueue.x-k8s.io/podset-required-topology"
+    context = queued(job_context(), total_count=3, annotations={required: RACK, "example.com/owner": "me"})
+    head = head_pod(context)
+    pods = [head, *(worker_pod(context, slot, replacement=False) for slot in range(4))]
+    for pod in pods:
+        labels = pod["metadata"]["labels"]
+        assert ("research", "nightly") == (labels[names.QUEUE_LABEL], labels["kueue.x-k8s.io/priority-class"])
+        assert "team" not in labels
+        assert "example.com/owner" not in pod["metadata"]["annotations"]
+    # The head needs no GPU, so its node may be in no topology.
+    assert [None, *[RACK] * 4] == [pod["metadata"]["annotations"].get(required) for pod in pods]
+    unqueued = worker_pod(replace(context, labels={}, pod_group=None), 0, replacement=False)
+    assert not any(key.startswith("kueue.x-k8s.io/") for key in unqueued["metadata"]["annotations"])
+
+
+def test_kueue_can_order_the_pods_of_a_group_by_their_index() -> None:
+    context = queued(job_context(engine={"tensorParallelSize": 4}, workers={**TWO_PODS, "replicas": 2}))
+    pods = [worker_pod(context, slot, rank=rank, replacement=False) for slot in range(2) for rank in range(2)]
+    label = "kueue.x-k8s.io/pod-group-pod-index"
+    # Kueue counts the pods of each role, and the head has a role of its own.
+    assert ["0", "0", "1", "2", "3"] == [pod["metadata"]["labels"][label] for pod in (head_pod(context), *pods)]
+    assert label not in worker_pod(context, 2, replacement=False)["metadata"]["labels"]
+
+
+def test_in_a_queue_kueue_places_the_workers_by_the_topology_key() -> None:
+    prefix = "kueue.x-k8s.io/podset-"
+
+    def request(context: JobContext, slot: int = 0) -> dict[str, str]:
+        """Return what Kueue is told about the placement of a worker."""
+        pod = worker_pod(context, slot, replacement=False)
+        assert not pod_affinity(pod, "required")  # a term for each worker would make each of them a role in Kueue
+        assert RACK not in json.dumps(pod["spec"])
+        return {
+            key.removeprefix(prefix): value
+            for key, value in pod["metadata"]["annotations"].items()
+            if key.startswith(prefix)
+        }
+
+    single = queued(job_context(workers={"topologyKey": RACK, "replicas": 2}), total_count=3)
+    assert {"preferred-topology": RACK} == request(single) == request(single, slot=2)
+    workers = {**TWO_PODS, "topologyKey": RACK, "replicas": 2}
+    several = queued(job_context(engine={"tensorParallelSize": 4}, workers=workers))
+    together = {"preferred-topology": RACK, "slice-required-topology": RACK, "slice-size": "2"}
+    assert together == request(several)
+    own = replace(several, annotations={f"{prefix}unconstrained-topology": "true"})
+    assert {"unconstrained-topology": "true"} == request(own)
+
+
+def test_workers_request_the_disk_space_of_their_own_model_cache() -> None:
+    def requested(pod: dict[str, Any]) -> Any:
+        return pod["spec"]["containers"][0]["resources"].get("requests", {}).get("ephemeral-storage")
+
+    model = {"uri": "Qwen/Qwen3-8B", "cache": {"sizeLimit": "80Gi"}}
+    for workers in ({}, {"deviceClaimTemplate": "one-gpu", "resources": {"memory": "64Gi"}}):
+        context = job_context(model=model, workers=workers)
+        pod = worker_pod(context, 0, replacement=False)
+        assert "80Gi" == requested(pod)
+        # A pod that needs more, for its log for example, is not evicted for it.
+        assert "ephemeral-storage" not in pod["spec"]["containers"][0]["resources"].get("limits", {})
+        assert requested(head_pod(context)) is None  # it loads the tokenizer only
+    claim = {"uri": "Qwen/Qwen3-8B", "cache": {"persistentVolumeClaim": "models", "sizeLimit": "80Gi"}}
+    for other in (claim, {"uri": "Qwen/Qwen3-8B"}):
+        assert requested(worker_pod(job_context(model=other), 0, replacement=False)) is None
+
+
 def test_the_prefetch_pod_runs_where_the_head_may_run_and_needs_no_gpu() -> None:
     proxy = {"name": "HTTPS_PROXY", "value": "http://proxy"}
     toleration = {"key": "dedicated", "operator": "Exists"}
@@ -344,8 +485,38 @@ def test_the_head_knows_the_hash_of_the_token_but_no_secret() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] in OPEN_PAGES
 
 
-def network_policy(cluster: ClusterInfo) -> dict[str, Any]:
-    made = owned_objects(job_context(), cluster, workers=1)
+def admitted_pods(policy: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the peers that a policy admits on all ports, besides the job's own pods."""
+    [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
+    return [peer for peer in rule["from"] if peer != {"podSelector": policy["spec"]["podSelector"]}]
+
+
+@pytest.mark.parametrize(
+    ("weights", "admitted"),
+    [
+        ({}, [{"podSelector": {"matchLabels": {TRAINER_LABEL: "math"}}}]),
+        ({"transfer": "none"}, []),
+        (
+            {"trainerPods": {"app": "trl"}, "trainerNamespace": "training"},
+            [
+                {
+                    "podSelector": {"matchLabels": {"app": "trl"}},
+                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "training"}},
+                }
+            ],
+        ),
+    ],
+)
+def test_a_trainer_that_sends_weights_from_memory_may_connect_to_the_engines(
+    weights: dict[str, Any], admitted: list[dict[str, Any]]
+) -> None:
+    assert admitted == admitted_pods(network_policy(ClusterInfo(), weights=weights))
+    limited = network_policy(ClusterInfo(egress_rules=()), weights=weights)
+    assert admitted == limited["spec"]["egress"][0]["to"][1:]
+
+
+def network_policy(cluster: ClusterInfo, **sections: Any) -> dict[str, Any]:
+    made = owned_objects(job_context(**sections), cluster, workers=1)
     return next(resource for resource in made if resource["kind"] == "NetworkPolicy")
 
 
@@ -355,8 +526,9 @@ def test_connections_of_pods_are_limited_if_the_operator_knows_where_redis_is() 
     limited = network_policy(ClusterInfo(egress_rules=rules))
     assert ["Ingress", "Egress"] == limited["spec"]["policyTypes"]
     # The trainer and the job's other pods, in the same namespace.
-    assert [{"to": [{"podSelector": {}}]}, *rules] == limited["spec"]["egress"]
-    assert [{"to": [{"podSelector": {}}]}] == network_policy(ClusterInfo(egress_rules=()))["spec"]["egress"]
+    same_namespace = {"to": [{"podSelector": {}}, {"podSelector": {"matchLabels": {TRAINER_LABEL: "math"}}}]}
+    assert [same_namespace, *rules] == limited["spec"]["egress"]
+    assert [same_namespace] == network_policy(ClusterInfo(egress_rules=()))["spec"]["egress"]
     # The policies of existing jobs are changed when the operator's options change.
     unlimited = network_policy(ClusterInfo())
     assert needs_apply(limited, unlimited)

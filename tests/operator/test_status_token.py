@@ -11,11 +11,12 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from kubernetes.aio.client import ApiClient
-from rollout_operator.cluster import reconciler
+from rollout_operator.cluster import head_status
+from rollout_operator.cluster.head_status import HeadStatusReader
 from rollout_operator.cluster.http_server import MetricsCollector, OperatorServer
 from rollout_operator.cluster.kubernetes_api import KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
-from rollout_operator.cluster.reconciler import HeadStatusReader, Reconciler
+from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import PodView
 
@@ -88,7 +89,7 @@ async def test_the_pages_of_a_head_need_the_token() -> None:
 
 
 async def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "_MAX_WAIT_S", 10.0)
+    monkeypatch.setattr(head_status, "_MAX_WAIT_S", 10.0)
     async with serving_head(WITH_TOKEN) as url:
         monkeypatch.setattr(names, "HTTP_PORT", int(url.rpartition(":")[2]))
         for token, is_permitted in ((WITH_TOKEN, True), (None, False)):

@@ -14,6 +14,7 @@ OPERATOR = ROOT / "operator" / "rollout_operator"
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 REASON = re.compile(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]*)*")
 MODULES = (
+    "apply",
     "conditions",
     "failures",
     "job_planner",
@@ -106,4 +107,6 @@ def test_every_explained_reason_exists() -> None:
     names = (conditions | events) - {kind.value for kind in ConditionType} - {state.value for state in State}
     # Those that the kubelet and the scheduler report, and the operator passes on.
     passed_on = {"ErrImagePull", "ImagePullBackOff", "CrashLoopBackOff", "OOMKilled", "Unschedulable"} | KUBERNETES_ONLY
+    passed_on |= {"Evicted", "NodeAffinity", "NodeShutdown", "OutOfcpu", "OutOfmemory", "OutOfpods", "Preempting"}
+    passed_on |= {"Terminated", "TopologyAffinityError", "UnexpectedAdmissionError"}
     assert set() == {name for name in names if REASON.fullmatch(name) and f'"{name}"' not in code} - passed_on

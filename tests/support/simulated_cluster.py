@@ -48,6 +48,7 @@ class SimulatedCluster:
     spec: dict[str, Any]
     now: float = 1_700_000_000.0
     head: HeadStatus | None = None
+    head_problem: str = ""
     job: dict[str, Any] | None = None
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class SimulatedCluster:
             cluster=ClusterInfo(gang_api=self.gang_api),
             default_image=self.default_image,
             last_head_status=self.head,
+            head_problem=self.head_problem,
             lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,
             kept_bundle=self.bundle,
@@ -259,8 +261,20 @@ class SimulatedCluster:
         for workload in self.workloads.values():
             workload.evicted = workload.evicted or workload.admitted
 
-    def bind(self, name: str) -> None:
-        self.pods[name]["spec"].setdefault("nodeName", f"node-of-{name}")
+    def can_bind(self, name: str) -> bool:
+        """Return whether the scheduler may find a node for a pod."""
+        pod = self.pods[name]
+        is_held_back = pod["spec"].get("schedulingGates") or pod["metadata"].get("deletionTimestamp")
+        return not is_held_back and not pod["spec"].get("nodeName") and pod["status"]["phase"] == "Pending"
+
+    def bind(self, name: str, node: str = "") -> None:
+        self.pods[name]["spec"].setdefault("nodeName", node or f"node-of-{name}")
+
+    def reject(self, name: str, reason: str, node: str = "") -> None:
+        """Bind a pod to a node whose kubelet refuses to run it."""
+        self.bind(name, node)
+        message = "Pod was rejected: The node had condition: [DiskPressure]. "
+        self.pods[name]["status"] = {"phase": "Failed", "reason": reason, "message": message}
 
     def lose_node(self, name: str) -> None:
         """Lose the node of a pod, whose kubelet then neither starts nor ends any pod, and delete the pod."""
@@ -285,14 +299,24 @@ class SimulatedCluster:
         for name in list(self.pods):
             self.run(name)
 
-    def terminate(self, name: str, code: int, reason: str = "", message: str = "", pod_reason: str = "") -> None:
+    def terminate(
+        self,
+        name: str,
+        code: int,
+        reason: str = "",
+        message: str = "",
+        pod_reason: str = "",
+        *,
+        disrupted: bool = False,
+    ) -> None:
+        """End a pod; *disrupted* says that the cluster has ended it, and says so by the condition DisruptionTarget."""
         pod = self.pods[name]
         metadata, spec = pod["metadata"], pod["spec"]
         is_removed = metadata.get("deletionTimestamp") and not spec.get("nodeName")
         if pod["status"]["phase"] not in ("Pending", "Running") or spec.get("schedulingGates") or is_removed:
             return
         self.bind(name)
-        if code and not pod_reason and not pod["metadata"].get("deletionTimestamp"):
+        if code and not disrupted and not pod["metadata"].get("deletionTimestamp"):
             self.failed.add(pod["metadata"]["uid"])
         terminated = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
         pod["status"] = {
@@ -301,6 +325,8 @@ class SimulatedCluster:
         }
         if pod_reason:
             pod["status"]["reason"] = pod_reason
+        if disrupted:
+            pod["status"]["conditions"] = [{"type": "DisruptionTarget", "status": "True"}]
 
     def _recorded_failures(self) -> set[str]:
         return {failure["uid"] for failure in self.status.get("failures", ())}

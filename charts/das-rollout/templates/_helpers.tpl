@@ -271,7 +271,7 @@ configMap:
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [delete]
-- apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
+- apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh, scheduling.k8s.io]
   resources: [podgroups]
   verbs: [get, list, watch, create, patch]
 {{- end }}

@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 _EVENT_PERIOD_S = 600.0
 """Identical Events within such a period are posted once."""
+_FORGET_REJECTION_S = 15.0
+"""Seconds after which a rejected action is no longer reported if it was not tried again when it should have been."""
+_READ_BY_PODS = frozenset({"ServiceAccount", "ConfigMap"})
+"""Kinds of objects without which a pod must not be created, because it would use those of an earlier job."""
 _MAX_EVENT_MESSAGE = 1024
 """Limit of the Kubernetes API."""
 
@@ -47,35 +51,76 @@ class OutdatedError(Exception):
     """The job has changed since it was observed, so that the plan is outdated and a new reconcile is required."""
 
 
-async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[Rejection]:
+async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> tuple[Rejection, ...]:
     """Execute a plan.
 
     The API server's responses are written to the cache at once, so that the next reconcile does not have to wait for
     the watch to deliver them.
 
+    After a permanent rejection, actions of the same scope are left out until it is time to try one of them again, so
+    that a job beyond its quota causes one request now and then instead of one for each missing pod. Other actions are
+    executed. No pod is created while another object that it may read is missing or outdated.
+
     Returns:
-        The actions that the API server rejected permanently. They do not keep the other actions from being executed.
+        The actions that the API server has rejected, in this reconcile or recently.
 
     Raises:
         OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
-        ApiError: if a request failed temporarily. The remaining steps were not executed.
+        ApiError: if a request failed temporarily; the remaining steps were not executed. Also if the API server
+            rejected the status, for example because the CRD is that of another version. Then nothing was created,
+            because new pods depend on what the status says, but a job can still be suspended and deleted.
     """
+    status_error: ApiError | None = None
     if plan.status is not None:
-        await _write_status(api, cache, observed.job, plan)
+        try:
+            await _write_status(api, cache, observed.job, plan)
+        except ApiError as error:
+            if error.transient:
+                raise
+            status_error = error
+            event = Event("Warning", "StatusRejected", f"The API server rejected the job's status: {error.message}")
+            actions = tuple(action for action in plan.actions if not isinstance(action, Create | Apply))
+            plan = replace(plan, events=(event,), actions=actions)
     for event in plan.events:
         await post_event(api, observed.job, event, observed.now)
-    rejections = []
+    known = {rejection.scope: rejection for rejection in observed.rejections}
+    generation = observed.metadata.get("generation", 0)
+    waiting = {
+        one.scope for one in observed.rejections if one.generation == generation and observed.now < one.retry_time
+    }
+    succeeded: set[tuple[str, ...]] = set()
+    rejected: dict[tuple[str, ...], Rejection] = {}
+    is_complete = True
     for action in plan.actions:
+        target = _target(action, observed.job)
+        alike, itself = _scope(action, target), (target.kind, target.name, target.operation)
+        is_read_by_pods = isinstance(action, Create | Apply) and target.kind in _READ_BY_PODS
+        if isinstance(action, Create) and target.kind == "Pod" and not is_complete:
+            continue
+        if {alike, itself} & (waiting | rejected.keys()):
+            is_complete &= not is_read_by_pods
+            continue
         try:
             await _execute_action(api, cache, observed, action)
+            succeeded |= {alike, itself}
         except ApiError as error:
             # The pods of a failed job are not kept any longer because their logs cannot be stored.
             if error.transient and not isinstance(action, KeepBundle):
                 raise
-            target = _target(action, observed.job)
-            rejections.append(Rejection(target, error.reason, error.message, observed.now))
+            is_complete &= not is_read_by_pods
+            # An object of the same name is in the way of this action only.
+            scope = itself if error.conflict else alike
+            count = known[scope].count + 1 if scope in known and scope not in succeeded else 1
+            rejected[scope] = Rejection(target, error.reason, error.message, observed.now, scope, generation, count)
             logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
-    return rejections
+    if status_error is not None:
+        raise status_error
+    remembered = (
+        rejection
+        for scope, rejection in known.items()
+        if scope not in succeeded | rejected.keys() and observed.now < rejection.retry_time + _FORGET_REJECTION_S
+    )
+    return (*remembered, *rejected.values())
 
 
 async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
@@ -97,10 +142,10 @@ async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, p
 async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Observed, action: Action) -> None:
     job = observed.job
     metadata = job["metadata"]
-    namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
+    namespace, name = metadata["namespace"], metadata["name"]
     match action:
         case Create(manifest):
-            cache.update_from_response(await _create(api, manifest, uid), manifest["kind"])
+            cache.update_from_response(await _create(api, manifest, job), manifest["kind"])
         case Apply(manifest):
             cache.update_from_response(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
@@ -112,7 +157,7 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Obse
         case DeleteWorkload(workload):
             await _delete_workload(api, namespace, workload)
         case DeleteJob():
-            await api.delete(job_reference(namespace, name), uid=uid)
+            await api.delete(job_reference(namespace, name), uid=metadata["uid"])
         case SetFinalizer(present):
             await _set_finalizer(api, cache, job, present=present)
         case KeepBundle(config_map, pods):
@@ -138,17 +183,19 @@ async def _delete_workload(api: KubernetesApi, namespace: str, name: str) -> Non
         await api.delete(reference(names.WORKLOAD_KIND, namespace, name, api_version=version))
 
 
-async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
+async def _create(api: KubernetesApi, manifest: Manifest, job: Manifest) -> Manifest:
     try:
         return await api.create(manifest)
     except ApiError as error:
         if not error.conflict:
             raise
         existing = await api.get(manifest)
-        if any(owner["uid"] == owner_uid for owner in existing["metadata"].get("ownerReferences", ())):
+        owners = existing["metadata"].get("ownerReferences", ())
+        if any(owner["uid"] == job["metadata"]["uid"] for owner in owners):
             # This or another operator created it, and the watch has not delivered it yet.
             return existing
-        if existing["metadata"].get("deletionTimestamp"):
+        is_of_earlier_job = any((owner["kind"], owner["name"]) == (KIND, job["metadata"]["name"]) for owner in owners)
+        if is_of_earlier_job or existing["metadata"].get("deletionTimestamp"):
             raise ApiError(0, "StillTerminating", "an object of an earlier job is still being deleted") from error
         raise ApiError(
             409,
@@ -238,6 +285,13 @@ def _target(action: Action, job: Manifest) -> Target:
             return Target(KIND, job["metadata"]["name"], "deletion")
         case SetFinalizer():
             return Target(KIND, job["metadata"]["name"], "finalizer")
+
+
+def _scope(action: Action, target: Target) -> tuple[str, ...]:
+    """Return what an action has in common with those that the API server would reject for the same reason."""
+    if isinstance(action, Create | Apply):
+        return target.kind, action.manifest["metadata"].get("labels", {}).get(names.COMPONENT_LABEL, "")
+    return target.kind, target.operation
 
 
 def _log_fields(job: Manifest) -> dict[str, str]:

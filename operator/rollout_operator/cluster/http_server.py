@@ -33,7 +33,7 @@ class MetricsCollector:
         yield GaugeMetricFamily("rollout_operator_leading", "1 if this operator is the leader.", value=float(leading))
         yield from self._job_metrics()
         yield GaugeMetricFamily(
-            "rollout_operator_queue_depth", "Jobs that are due now or later.", value=len(self._reconciler.queue)
+            "rollout_operator_queue_depth", "Jobs that are due now or later.", value=self._reconciler.num_queued
         )
         counts = self._reconciler.counts
         for name, text, value in (

@@ -170,9 +170,15 @@ class KubernetesApi:
         return data
 
     async def create(self, manifest: Manifest) -> dict[str, Any]:
-        """Create an object. ``ApiError.conflict`` means that an object of this name exists."""
+        """Create an object. ``ApiError.conflict`` means that an object of this name exists.
+
+        Unknown fields of pods and Deployments, which users can set in templates, are errors since Kubernetes 1.25.
+        """
         self._count("create", manifest["kind"])
-        return await self.request("POST", _path(manifest), manifest, query={"fieldManager": names.FIELD_MANAGER})
+        query = {"fieldManager": names.FIELD_MANAGER}
+        if manifest["kind"] in ("Pod", "Deployment"):
+            query["fieldValidation"] = "Strict"
+        return await self.request("POST", _path(manifest), manifest, query=query)
 
     async def apply(self, manifest: Manifest, *, subresource: str = "") -> dict[str, Any]:
         """Set these fields of an object, and remove fields that an earlier apply set and this one lacks.

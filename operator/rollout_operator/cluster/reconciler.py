@@ -1,36 +1,29 @@
-"""Reconciles jobs: observe, plan, apply. The status of heads is read over HTTP, with a cache."""
+"""Reconciles jobs: observe, plan, apply."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
-from contextlib import nullcontext
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-
-import aiohttp
-from pydantic import ValidationError
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.status import ConditionType
 from rollout_api.status_token import StatusToken
 from rollout_operator.cluster.apply import OutdatedError, execute, post_event
+from rollout_operator.cluster.fair_semaphore import FairSemaphore
+from rollout_operator.cluster.head_status import HeadStatusReader
 from rollout_operator.cluster.informer import WorkQueue
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi, reference
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import (
-    STARTING_PERIOD_S,
-    STATUS_PERIOD_S,
     ClusterInfo,
-    HeadStatus,
     KeptBundle,
     Manifest,
     Observed,
-    PodView,
     Rejection,
-    Target,
 )
 from rollout_operator.objects.runtimes import RuntimeKey
 from rollout_operator.planning.actions import Event
@@ -39,12 +32,10 @@ from rollout_operator.planning.plan import plan
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENCY = 16
+_CONCURRENCY = 32
 """Number of jobs that are reconciled at the same time."""
-_RETRY_REJECTED_S = 10.0
-"""Time until an action that the API server rejected is tried again."""
-_FORGET_REJECTION_S = 2.5 * _RETRY_REJECTED_S
-"""Age at which a rejected action that was not rejected again is no longer reported."""
+_CONCURRENCY_PER_NAMESPACE = 8
+"""Number of jobs of a namespace that are, so that one whose requests take long does not delay the others."""
 
 
 @dataclass
@@ -74,28 +65,29 @@ class Reconciler:
         self.runtimes = RuntimeCache(cache, self.queue.add)
         self._api, self._cache, self._default_image = api, cache, default_image
         self._head_statuses = HeadStatusReader(status_token)
+        self._semaphore = FairSemaphore(_CONCURRENCY, _CONCURRENCY_PER_NAMESPACE)
         self._rejections: dict[JobKey, tuple[Rejection, ...]] = {}
         """Actions that the API server rejected recently, by job."""
 
     async def run(self) -> None:
         """Reconcile the jobs in the queue, several at the same time, until cancelled."""
-        workers = [asyncio.ensure_future(self._process_queue()) for _ in range(_CONCURRENCY)]
+        reconciles: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.gather(*workers)
+            while True:
+                task = asyncio.create_task(self._process(await self.queue.get()))
+                reconciles.add(task)
+                task.add_done_callback(reconciles.discard)
         finally:
-            await cancel_and_wait(*workers)
+            await cancel_and_wait(*reconciles)
             await self._head_statuses.close()
 
-    async def _process_queue(self) -> None:
-        while True:
-            key = await self.queue.get()
+    async def _process(self, key: JobKey) -> None:
+        async with self._semaphore.hold(key[0]):
             started = time.monotonic()
             self.counts.reconciles += 1
             log_fields = {"job": "/".join(key)}
             try:
                 await self._reconcile(key)
-            except asyncio.CancelledError:
-                raise
             except OutdatedError:
                 # Usually the watch delivers the newer job and adds the key; the retry is for the case that the watch
                 # had delivered it before.
@@ -113,6 +105,11 @@ class Reconciler:
                 self.queue.done(key)
             self.counts.seconds += time.monotonic() - started
 
+    @property
+    def num_queued(self) -> int:
+        """Number of jobs whose next reconcile has not begun."""
+        return len(self.queue) + self._semaphore.num_waiting
+
     def reconcile_namespace(self, namespace: str) -> None:
         """Reconcile all jobs of a namespace that was selected."""
         for key in self._cache.job_keys():
@@ -129,26 +126,20 @@ class Reconciler:
         observed = await self._observe(key, job)
         planned = plan(observed)
         rejections = await execute(self._api, self._cache, observed, planned)
-        new_targets = self._record_rejections(key, rejections, observed.now)
-        for rejection in rejections:
-            if rejection.target in new_targets:
-                await post_event(self._api, job, Event("Warning", rejection.reason, str(rejection)), observed.now)
         if rejections:
-            # A new rejection must appear in the status at once; all rejected actions are tried again later.
-            self.queue.add(key, 0.0 if new_targets else _RETRY_REJECTED_S)
-        if planned.requeue_after is not None:
-            self.queue.add(key, planned.requeue_after)
-
-    def _record_rejections(self, key: JobKey, rejections: list[Rejection], now: float) -> set[Target]:
-        """Record rejected actions, and return the targets that were not rejected recently."""
-        recent = [known for known in self._rejections.get(key, ()) if now - known.time < _FORGET_REJECTION_S]
-        targets = {rejection.target for rejection in rejections}
-        recorded = (*(known for known in recent if known.target not in targets), *rejections)
-        if recorded:
-            self._rejections[key] = recorded
+            self._rejections[key] = rejections
         else:
             self._rejections.pop(key, None)
-        return targets - {known.target for known in recent}
+        known_reasons = {known.reason for known in observed.rejections}
+        for reason, rejection in {one.reason: one for one in rejections if one.reason not in known_reasons}.items():
+            await post_event(self._api, job, Event("Warning", reason, str(rejection)), observed.now)
+        delays = [one.retry_time - observed.now for one in rejections if one.retry_time > observed.now]
+        if {one.scope for one in rejections} - {known.scope for known in observed.rejections}:
+            delays.append(0.0)  # a new rejection must appear in the status at once
+        if planned.requeue_after is not None:
+            delays.append(planned.requeue_after)
+        if delays:
+            self.queue.add(key, min(delays))
 
     async def _observe(self, key: JobKey, job: Manifest) -> Observed:
         uid = job["metadata"]["uid"]
@@ -166,6 +157,7 @@ class Reconciler:
             cluster=self.cluster,
             default_image=self._default_image,
             last_head_status=status,
+            head_problem=self._head_statuses.problem(head),
             lost_nodes=await self._lost_nodes(
                 {pod.node for pod in pods if pod.node and not pod.retained and pod.is_overdue(now)}
             ),
@@ -203,107 +195,3 @@ def _is_finished(job: Manifest) -> bool:
 def _has_condition(job: Manifest, kind: ConditionType) -> bool:
     conditions: list[Mapping[str, str]] = (job.get("status") or {}).get("conditions") or []
     return is_true(conditions, kind)
-
-
-_STATUS_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-_MAX_RESPONSE_BYTES = 8 << 20
-_MAX_WAIT_S = 0.2
-"""Time that a reconcile waits for a head's answer."""
-_MAX_CONCURRENT_RETRIES = 64
-"""Number of heads that did not answer and are asked again at the same time."""
-_RETRY_AFTER_S = 2.0
-"""Seconds after which a head that did not answer is asked again."""
-_MAX_CACHED = 64
-"""Number of cached statuses above which outdated ones are dropped."""
-
-
-@dataclass
-class _CachedStatus:
-    asked_at: float
-    """When the head was last asked, in seconds of the monotonic clock."""
-    status: HeadStatus | None
-    """Its answer; None if it did not answer."""
-
-
-class HeadStatusReader:
-    """The last known status of the heads of all jobs.
-
-    A head that does not answer must not delay the reconciles of other jobs. A reconcile therefore waits only briefly
-    for an answer, and not at all for a head that did not answer the last time. An answer that arrives later causes
-    another reconcile.
-    """
-
-    def __init__(self, token: StatusToken | None = None, *, lifetime_s: float = 0.9 * STATUS_PERIOD_S) -> None:
-        """Create a reader without statuses.
-
-        Args:
-            token: the token that heads require; None if they require none.
-            lifetime_s: seconds that a status is used. It is slightly shorter than the interval of a job's
-                reconciles, so that one that runs a moment early still reads the status again.
-        """
-        self._lifetime_s, self._token = lifetime_s, token or StatusToken()
-        self._session: aiohttp.ClientSession | None = None
-        self._cache: dict[str, _CachedStatus] = {}
-        """By uid of the head's pod."""
-        self._reads: dict[str, asyncio.Task[None]] = {}
-        """Reads in progress, by uid of the head's pod."""
-        self._free_retries = asyncio.Semaphore(_MAX_CONCURRENT_RETRIES)
-
-    async def read(self, head: PodView | None, on_late_answer: Callable[[], None]) -> HeadStatus | None:
-        """Return the status of a head, at most a few seconds old.
-
-        *on_late_answer* is called if the head answers after this method has returned.
-
-        Returns:
-            The status; None if there is no running head, or if it has not answered yet.
-        """
-        if head is None or not head.ip or head.phase != "Running":
-            return None
-        known = self._cache.get(head.uid)
-        if head.uid not in self._reads and (known is None or self._is_outdated(known)):
-            is_retry = known is not None and known.status is None
-            self._reads[head.uid] = asyncio.create_task(self._refresh(head, is_retry=is_retry))
-            if not is_retry:
-                await asyncio.wait({self._reads[head.uid]}, timeout=_MAX_WAIT_S)
-        if (read := self._reads.get(head.uid)) is not None:
-            read.add_done_callback(lambda task: None if task.cancelled() else on_late_answer())
-        known = self._cache.get(head.uid)
-        return None if known is None else known.status
-
-    def _is_outdated(self, known: _CachedStatus) -> bool:
-        if known.status is None:
-            lifetime = _RETRY_AFTER_S
-        else:
-            lifetime = self._lifetime_s if known.status.engines else min(self._lifetime_s, 0.9 * STARTING_PERIOD_S)
-        return time.monotonic() - known.asked_at >= lifetime
-
-    async def _refresh(self, head: PodView, *, is_retry: bool) -> None:
-        try:
-            async with self._free_retries if is_retry else nullcontext():
-                self._cache[head.uid] = _CachedStatus(time.monotonic(), await self._fetch(head.ip))
-        finally:
-            del self._reads[head.uid]
-        if len(self._cache) > _MAX_CACHED:
-            oldest = time.monotonic() - 10 * STATUS_PERIOD_S
-            self._cache = {uid: entry for uid, entry in self._cache.items() if entry.asked_at > oldest}
-
-    async def _fetch(self, ip: str) -> HeadStatus | None:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(
-                timeout=_STATUS_TIMEOUT, connector=connector, headers=self._token.headers()
-            )
-        host = f"[{ip}]" if ":" in ip else ip
-        try:
-            async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status", allow_redirects=False) as response:
-                if response.status != 200:
-                    return None
-                return HeadStatus.model_validate_json(await response.content.read(_MAX_RESPONSE_BYTES))
-        except (TimeoutError, aiohttp.ClientError, OSError, ValidationError):
-            return None
-
-    async def close(self) -> None:
-        """Cancel reads in progress and close all connections."""
-        await cancel_and_wait(*self._reads.values())
-        if self._session is not None:
-            await self._session.close()

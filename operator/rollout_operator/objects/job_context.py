@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -67,6 +67,8 @@ class JobContext:
     """Hash of the token that the head requires for /status and /metrics; empty if it requires none."""
     has_redis_user_by_default: bool = False
     """Whether the job has its own Redis user if its manifest names no Redis server."""
+    annotations: dict[str, str] = field(default_factory=dict)
+    """Annotations of the RolloutJob itself."""
     has_runtime: bool = False
     """Whether the job names a runtime. ``job`` has the settings of both then."""
     runtime_error: ManifestError | None = None
@@ -91,10 +93,11 @@ class JobContext:
             metadata["uid"],
             metadata.get("labels") or {},
             observed.default_image,
-            pod_group=None if pod_group is None else PodGroup.model_validate(pod_group),
+            pod_group=None if pod_group is None else PodGroup.model_validate(pod_group, extra="ignore"),
             cluster_gang_api=observed.cluster.gang_api,
             status_token_hash=observed.cluster.status_token_hash,
             has_redis_user_by_default=observed.cluster.creates_redis_users,
+            annotations=metadata.get("annotations") or {},
             has_runtime=RuntimeKey.of_job(observed.job) is not None,
         )
 
@@ -132,7 +135,7 @@ class JobContext:
         if revision is None:
             return self
         try:
-            return self.pinned_to(Revision.model_validate(revision))
+            return self.pinned_to(Revision.model_validate(revision, extra="ignore"))
         except (ManifestError, ValidationError):
             return self
 
@@ -159,6 +162,14 @@ class JobContext:
     def gang_api(self) -> str | None:
         """API version of the PodGroups of the job's workers; None if they have none."""
         return self.cluster_gang_api if self.pods_per_worker > 1 and self.queue is None else None
+
+    def gang(self, slot: int) -> str:
+        """Return the name of the PodGroup of the worker in a slot.
+
+        Kubernetes' own PodGroups have a priority that cannot be changed, so the name contains it.
+        """
+        name, priority = names.worker(self.name, slot), self.job.spec.priority_class_name
+        return name if priority is None or self.gang_api != names.NATIVE_GANG_API else f"{name}-{priority}"
 
     def is_in_pod_group(self, slot: int) -> bool:
         """Return whether the worker of a slot belongs to the group that Kueue admits as a whole."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Self
+from itertools import islice
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import pydantic.dataclasses
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_api.manifest.status import ProgressStatus
 from rollout_operator.objects import names
@@ -17,6 +19,8 @@ Manifest = Mapping[str, Any]
 _TERMINATED_PHASES = ("Succeeded", "Failed")
 _OVERDUE_AFTER_S = 30.0
 """Seconds after a pod's deletion deadline after which the operator asks whether its node is lost."""
+_START_S = 600.0
+"""Seconds for which a pod that is not ready is expected to become so."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,12 @@ class PodView:
     exit_code: int | None
     disrupted: bool
     """Whether the cluster ended the pod, by its condition DisruptionTarget."""
+    rejected: bool
+    """Whether the kubelet refused to run the pod, for example with UnexpectedAdmissionError or OutOfcpu."""
     replacement: bool
     """Whether another worker occupied this pod's slot before."""
+    avoided_nodes: frozenset[str]
+    """Names of the nodes on which the pod must not be scheduled, because they rejected earlier pods in its place."""
     ip: str
     node: str
 
@@ -128,6 +136,7 @@ class PodView:
         reason, message, exit_code = _outcome(status, phase, component)
         slot, rank = labels.get(names.SLOT_LABEL, ""), labels.get(names.RANK_LABEL, "")
         has_running_containers = status.get("phase") not in _TERMINATED_PHASES and not _is_removed(metadata, spec)
+        annotations = metadata.get("annotations", {})
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
@@ -152,7 +161,9 @@ class PodView:
             message=message,
             exit_code=exit_code,
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
-            replacement=names.REPLACEMENT_ANNOTATION in metadata.get("annotations", {}),
+            rejected=_is_rejected(status),
+            replacement=names.REPLACEMENT_ANNOTATION in annotations,
+            avoided_nodes=frozenset(annotations.get(names.AVOIDED_NODES_ANNOTATION, "").split(",")) - {""},
             ip=status.get("podIP", ""),
             node=spec.get("nodeName", ""),
         )
@@ -191,6 +202,15 @@ class PodView:
             return False
         return now - self.unready_since > timeout
 
+    def is_expected(self, now: float) -> bool:
+        """Return whether the pod is ready or will be soon, or is handing over what it has begun."""
+        if self.terminated or not self.has_running_containers or self.is_overdue(now):
+            return False
+        if self.deleting or self.ready:
+            return True
+        since = self.created if self.unready_since is None else self.unready_since
+        return not self.gated and not self.unschedulable and now - since < _START_S
+
     def is_overdue(self, now: float) -> bool:
         """Return whether the pod should have been removed long ago, but its node has not done so."""
         return self.deletion_deadline is not None and now > self.deletion_deadline + _OVERDUE_AFTER_S
@@ -212,6 +232,20 @@ def _is_removed(metadata: Manifest, spec: Manifest) -> bool:
     return bool(metadata.get("deletionTimestamp")) and (
         not spec.get("nodeName") or metadata.get("deletionGracePeriodSeconds") == 0
     )
+
+
+def _is_rejected(status: Manifest) -> bool:
+    """Return whether the kubelet refused to run a pod.
+
+    It then sets the pod's phase and a reason before it has run any container. An exceeded ``activeDeadlineSeconds``
+    looks alike, and so does an eviction by older kubelets, whose message says whether the node lacks something or the
+    pod has exceeded its own limit.
+    """
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    reason = status.get("reason", "") if status.get("phase") == "Failed" else ""
+    if reason == "Evicted":
+        return "The node " in status.get("message", "")
+    return reason not in ("", "DeadlineExceeded") and all(_exit_code(container) is None for container in containers)
 
 
 def _main_container(status: Manifest, component: str) -> Manifest:
@@ -268,56 +302,78 @@ STARTING_PERIOD_S = 2.0
 """The same for a head that reports no engine yet, although a worker is ready."""
 
 
+_MAX_NUMBER = 2**53
+"""Limit of all numbers of a head. Sums of a few of them fit into 64 bits, as the API server requires."""
+_MAX_TEXT = 1000
+_MAX_ENGINES = 10_000
+_MAX_ERROR_TYPES = 16
+
+_Count = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+_Fraction = Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER, allow_inf_nan=False)]
+_Number = Annotated[float, Field(ge=0, le=_MAX_NUMBER, allow_inf_nan=False)]
+_Text = Annotated[str, AfterValidator(lambda text: text[:_MAX_TEXT])]
+"""A text whose end is cut if it is long."""
+
+
 class _Reported(BaseModel):
     """A part of a head's status.
 
     A running job keeps its image when the operator is upgraded, so unknown fields are ignored, and all have defaults.
+    A head runs code of its tenant, so what it reports is bounded.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class EngineStatus(_Reported):
-    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses."""
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
+class EngineStatus:
+    """Fields of :class:`rollout_api.protocol.status.EngineEntry` that the operator uses.
 
-    worker: str = ""
-    max_running: int = 0
-    assigned: int = 0
-    idle_seconds: float = 0.0
+    The operator keeps these of all engines of all jobs. A model would take five times the memory of a dataclass.
+    """
+
+    worker: _Text = ""
+    max_running: _Count = 0
+    assigned: _Count = 0
+    idle_seconds: _Number = 0.0
 
 
 class EnvironmentErrorStatus(_Reported):
     """See :class:`rollout_api.protocol.status.EnvironmentErrors`."""
 
-    count: int = 0
-    problem: str = ""
-    message: str = ""
+    count: _Count = 0
+    problem: _Text = ""
+    message: _Text = ""
 
 
 class HeadStatus(_Reported):
     """Fields of :class:`rollout_api.protocol.status.ServedStatus`, the status of a job, that the operator uses."""
 
-    weight_version: int = 0
-    waiting: int = 0
-    assigned: int = 0
-    done: int = 0
-    total: int | None = None
-    epoch: int | None = None
-    tokens: int = 0
-    accepted_per_step: float = 0.0
-    decoding_steps: int = 0
-    canaries: int = 0
+    weight_version: _Count = 0
+    waiting: _Count = 0
+    assigned: _Count = 0
+    done: _Count = 0
+    total: _Count | None = None
+    epoch: _Count | None = None
+    tokens: _Count = 0
+    accepted_per_step: _Number = 0.0
+    decoding_steps: _Count = 0
+    canaries: _Count = 0
     distribution_drift: bool = False
-    unverified: tuple[str, ...] = ()
-    saved: float | None = None
-    tokens_per_second: float = 0.0
-    remaining_seconds: float | None = None
-    work_seconds: float | None = None
-    tail_seconds: float | None = None
-    redis_error: str | None = None
-    engine_errors: dict[str, str] = Field(default_factory=dict)
-    environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
-    engines: tuple[EngineStatus, ...] = ()
+    unverified: Annotated[tuple[_Text, ...], Field(max_length=_MAX_ENGINES)] = ()
+    saved: _Fraction | None = None
+    tokens_per_second: _Number = 0.0
+    remaining_seconds: _Number | None = None
+    work_seconds: _Number | None = None
+    tail_seconds: _Number | None = None
+    redis_error: _Text | None = None
+    engine_errors: dict[_Text, _Text] = Field(default_factory=dict)
+    environment_errors: Annotated[
+        dict[Annotated[str, Field(max_length=100)], EnvironmentErrorStatus],
+        AfterValidator(lambda errors: dict(islice(errors.items(), _MAX_ERROR_TYPES))),
+    ] = Field(default_factory=dict)
+    """Errors by type; of the types of a head with too many of them, the first ones."""
+    engines: Annotated[tuple[EngineStatus, ...], Field(max_length=_MAX_ENGINES)] = ()
 
     @property
     def progress(self) -> ProgressStatus:
@@ -370,6 +426,9 @@ class Target:
         return name if self.operation == "content" else f"the {self.operation} of {name}"
 
 
+_FIRST_RETRY_S, _MAX_RETRY_S = 10.0, 160.0
+
+
 @dataclass(frozen=True)
 class Rejection:
     """An action that the API server rejected recently."""
@@ -380,6 +439,17 @@ class Rejection:
     """The reason that the API server gave, such as ``Forbidden``."""
     message: str
     time: float
+    scope: tuple[str, ...] = ()
+    """The actions that would be rejected alike."""
+    generation: int = 0
+    """``metadata.generation`` of the job that the action was planned for."""
+    count: int = 1
+    """How often in a row such actions were rejected."""
+
+    @property
+    def retry_time(self) -> float:
+        """When one of these actions is tried again: after 10, 20, 40 … 160 s."""
+        return self.time + min(_MAX_RETRY_S, _FIRST_RETRY_S * 2.0 ** (self.count - 1))
 
     def __str__(self) -> str:
         """Return a message for conditions and Events."""
@@ -401,7 +471,9 @@ class Observed:
     cluster: ClusterInfo
     default_image: str
     last_head_status: HeadStatus | None = None
-    """The last status of the head; None if the head does not answer."""
+    """The last status of the head; None if the head does not answer, or if its status cannot be used."""
+    head_problem: str = ""
+    """Why the status of the head cannot be used; empty if it can, or if the head does not answer."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of overdue pods that do not exist any more, or are not ready."""
     rejections: tuple[Rejection, ...] = field(default=())

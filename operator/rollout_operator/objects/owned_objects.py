@@ -47,7 +47,7 @@ def _server_url(context: JobContext) -> str | None:
 
 
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
-    """Return all objects except for pods, in the order of their creation.
+    """Return all objects except for pods and the disruption budget, in the order of their creation.
 
     *workers* is the desired number of workers.
     """
@@ -58,8 +58,6 @@ def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) ->
         _service(context),
         _network_policy(context, cluster),
     ]
-    if cluster.disruption_budget_api is not None:
-        objects.append(_disruption_budget(context, cluster, cluster.disruption_budget_api, workers))
     if context.gang_api is not None:
         objects += [_gang(context, context.gang_api, slot) for slot in range(workers)]
     return objects
@@ -103,6 +101,7 @@ def _manifest(context: JobContext) -> dict[str, Any]:
         exclude={
             **dict.fromkeys(("head", "server", "image", "priority_class_name", "managed_by", "redis"), True),
             "history": {"redis"},
+            "weights": {"trainer_pods", "trainer_namespace"},
         },
     )
     spec.pop("lifecycle", None)
@@ -140,12 +139,12 @@ def _service(context: JobContext) -> dict[str, Any]:
     return {**service, "spec": spec}
 
 
-def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: str, workers: int) -> dict[str, Any]:
+def disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: str, num_expected: int) -> dict[str, Any]:
     """Return a budget that lets drains evict one pod at a time, so that the other workers can take over its rollouts.
 
     The disruption controller would compare ``maxUnavailable`` with the job's ``spec.workers.replicas``, which
-    autoscaling does not change. The budget therefore states how many of the desired pods must remain. Pods that are not
-    ready hold no rollouts and may always be evicted.
+    autoscaling does not change, and which counts workers that no node has room for. The budget therefore states how
+    many of *num_expected* pods must remain. Pods that are not ready hold no rollouts and may always be evicted.
     """
     budget = owned_object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), "pods")
     selector = {
@@ -154,8 +153,7 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
         ],
     }
-    # The selector matches the workers' pods and the head, one more than this number.
-    spec: dict[str, Any] = {"minAvailable": workers * context.pods_per_worker, "selector": selector}
+    spec: dict[str, Any] = {"minAvailable": max(0, num_expected - 1), "selector": selector}
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
     return {**budget, "spec": spec}
@@ -163,16 +161,21 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
 
 def _gang(context: JobContext, api_version: str, slot: int) -> dict[str, Any]:
     """Return the PodGroup of the worker in a slot, whose pods a scheduler then starts together."""
-    gang = owned_object(context, api_version, names.GANG_KIND, names.worker(context.name, slot), "pods")
-    return {**gang, "spec": {"minMember": context.pods_per_worker}}
+    gang = owned_object(context, api_version, names.GANG_KIND, context.gang(slot), "pods")
+    if api_version != names.NATIVE_GANG_API:
+        return {**gang, "spec": {"minMember": context.pods_per_worker}}
+    spec: dict[str, Any] = {"schedulingPolicy": {"gang": {"minCount": context.pods_per_worker}}}
+    if (priority := context.job.spec.priority_class_name) is not None:
+        spec["priorityClassName"] = priority
+    return {**gang, "spec": spec}
 
 
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:
-    """Return a policy that admits the job's own pods on all ports, and readers of /status and /metrics on one port.
+    """Return a policy that admits the job's own pods and the trainer's on all ports, and readers of the status on one.
 
-    The job's own pods need it when weights are broadcast: the engines' collective operations choose their ports freely.
-    Egress is limited only if the operator was told where Redis and the model hub are. Trainers are usually in the job's
-    namespace.
+    When weights are broadcast or sent from the trainer's memory, collective operations choose their ports freely, and
+    either side may connect to the other. Egress is limited only if the operator was told where Redis and the model hub
+    are.
     """
     policy = owned_object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
     readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
@@ -182,12 +185,24 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
             for namespace in cluster.status_reader_namespaces
         ]
     pods = {"matchLabels": names.selector(context.name)}
-    ingress = [{"from": [{"podSelector": pods}]}, readers]
+    trainer = _trainer_pods(context)
+    ingress = [{"from": [{"podSelector": pods}, *trainer]}, readers]
     if cluster.egress_rules is None:
         return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}
-    egress = [{"to": [{"podSelector": {}}]}, *cluster.egress_rules]
+    egress = [{"to": [{"podSelector": {}}, *trainer]}, *cluster.egress_rules]
     spec = {"podSelector": pods, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
     return {**policy, "spec": spec}
+
+
+def _trainer_pods(context: JobContext) -> list[dict[str, Any]]:
+    """Return the peers of a NetworkPolicy that are the trainer's pods; none if they send no weights."""
+    weights = context.job.spec.weights
+    if weights.transfer == "none":
+        return []
+    peer: dict[str, Any] = {"podSelector": {"matchLabels": weights.trainer_pods or {names.TRAINER_LABEL: context.name}}}
+    if weights.trainer_namespace is not None:
+        peer["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": weights.trainer_namespace}}
+    return [peer]
 
 
 def server_objects(context: JobContext) -> list[dict[str, Any]]:

@@ -57,6 +57,10 @@ _SERVES_STATUS = {
     },
 }
 """Fields of the containers of a head and a worker."""
+_HOSTNAME = "kubernetes.io/hostname"
+"""Label of a node with its name."""
+_WHEN_SCHEDULED = "DuringSchedulingIgnoredDuringExecution"
+"""End of the names of an affinity's fields."""
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
@@ -95,7 +99,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
     if context.status_token_hash:
         # The hash is enough to check the token, so that neither the pod nor its namespace needs a Secret.
         pod["spec"]["containers"][0]["env"].append({"name": HASH_VARIABLE, "value": context.status_token_hash})
-    return _in_queue(context, _with_template(context, pod, head.pod_template), grouped=True)
+    return _in_queue(context, _with_template(context, pod, head.pod_template), index=0)
 
 
 def _head_requests(job: RolloutJob) -> dict[str, str]:
@@ -128,7 +132,7 @@ def worker_pod(
             *([f"--rank={rank}"] if rank else []),
         ],
         **_SERVES_STATUS,
-        "resources": _worker_resources(workers),
+        "resources": _worker_resources(context.job),
     }
     tolerations = [*workers.tolerations, *_gpu_tolerations(workers)]
     name = names.pod_name(context.name, names.WORKER, slot, rank=rank, taken=taken)
@@ -136,28 +140,27 @@ def worker_pod(
     pod["metadata"]["labels"] |= {names.SLOT_LABEL: str(slot), names.RANK_LABEL: str(rank)}
     if replacement:
         pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
-    if context.gang_api == names.COSCHEDULING_API:
-        pod["metadata"]["labels"][names.COSCHEDULING_LABEL] = names.worker(context.name, slot)
-    elif context.gang_api is not None:
-        pod["metadata"]["annotations"][names.VOLCANO_ANNOTATION] = names.worker(context.name, slot)
-    pod["spec"] |= {
-        "terminationGracePeriodSeconds": workers.drain_seconds + HANDOVER_GRACE_S,
-        "topologySpreadConstraints": _spread_over_nodes(context, names.WORKER),
-    }
+    match context.gang_api:
+        case names.COSCHEDULING_API:
+            pod["metadata"]["labels"][names.COSCHEDULING_LABEL] = context.gang(slot)
+        case names.VOLCANO_API:
+            pod["metadata"]["annotations"][names.VOLCANO_ANNOTATION] = context.gang(slot)
+        case names.NATIVE_GANG_API:
+            pod["spec"]["schedulingGroup"] = {"podGroupName": context.gang(slot)}
+    if context.queue is not None:
+        pod["metadata"]["annotations"] |= _kueue_annotations(context, slot)
+    pod["spec"]["terminationGracePeriodSeconds"] = workers.drain_seconds + HANDOVER_GRACE_S
     if workers.runtime_class_name is not None:
         pod["spec"]["runtimeClassName"] = workers.runtime_class_name
-    if workers.accelerator is not None and workers.gpus_per_worker:
-        # Nodes on which any of these labels names the kind of GPU are accepted.
-        terms = [
-            {"matchExpressions": [{"key": key, "operator": "In", "values": values}]}
-            for key, values in accelerator_labels(workers.accelerator).items()
-        ]
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-        pod["spec"]["affinity"] = {"nodeAffinity": required}
+    if affinity := _worker_affinity(context, slot):
+        pod["spec"]["affinity"] = affinity
+    if not workers.gpus_per_worker:
+        pod["spec"]["topologySpreadConstraints"] = _spread_over_nodes(context, names.WORKER)
     if _claims_gpus(workers):
         claim = {"name": _GPU_CLAIM, "resourceClaimTemplateName": workers.device_claim_template}
         pod["spec"]["resourceClaims"] = [claim]
-    return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=context.is_in_pod_group(slot))
+    index = slot * context.pods_per_worker + rank if context.is_in_pod_group(slot) else None
+    return _in_queue(context, _with_template(context, pod, workers.pod_template), index=index)
 
 
 def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
@@ -289,11 +292,72 @@ def _template_like_head(head_template: Mapping[str, Any], component: str) -> dic
     return {**head_template, "spec": {**spec, "containers": containers}} if head_template else {}
 
 
+def _worker_affinity(context: JobContext, slot: int) -> dict[str, Any]:
+    """Return which nodes and which neighbors the pods of the worker in a slot need or prefer."""
+    workers = context.job.spec.workers
+    affinity: dict[str, Any] = {}
+    if workers.accelerator is not None and workers.gpus_per_worker:
+        # Nodes on which any of these labels names the kind of GPU are accepted.
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": values}]}
+            for key, values in accelerator_labels(workers.accelerator).items()
+        ]
+        affinity["nodeAffinity"] = {f"required{_WHEN_SCHEDULED}": {"nodeSelectorTerms": terms}}
+    selector = names.selector(context.name, names.WORKER)
+    # In a queue, Kueue decides; and pods with different affinities would be different roles, of which it admits eight.
+    topology_key = workers.topology_key if context.queue is None else None
+    if context.pods_per_worker == 1:
+        near = [] if topology_key is None else [_near(topology_key, selector)]
+        if workers.gpus_per_worker:
+            # Workers of any job in the namespace fill nodes that they occupy already, so that whole nodes stay free.
+            near.append(_near(_HOSTNAME, {names.MANAGED_BY: names.APP, names.COMPONENT_LABEL: names.WORKER}))
+        if near:
+            affinity["podAffinity"] = {f"preferred{_WHEN_SCHEDULED}": _weighted(near)}
+    elif topology_key is not None:
+        # Pods are placed one by one, so the workers are kept apart, or their leaders would take the followers' places.
+        same_worker = {**selector, names.SLOT_LABEL: str(slot)}
+        affinity["podAffinity"] = {f"required{_WHEN_SCHEDULED}": [_near(topology_key, same_worker)]}
+        affinity["podAntiAffinity"] = {f"preferred{_WHEN_SCHEDULED}": _weighted([_near(topology_key, selector)])}
+    return affinity
+
+
+def _weighted(terms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return terms of an affinity as preferences with equal weights."""
+    return [{"weight": 100, "podAffinityTerm": term} for term in terms]
+
+
+def _near(topology_key: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return a term of an affinity to pods with these labels in the same domain of a topology."""
+    return {"topologyKey": topology_key, "labelSelector": {"matchLabels": dict(labels)}}
+
+
+def _kueue_annotations(context: JobContext, slot: int) -> dict[str, str]:
+    """Return the annotations that tell Kueue how to admit and place the pods of the worker in a slot.
+
+    They are those of the RolloutJob, and the topology of the manifest unless the RolloutJob has a request for one.
+    """
+    annotations = _of_kueue(context.annotations)
+    key = context.job.spec.workers.topology_key
+    if key is None or any(name.startswith(names.PODSET_ANNOTATIONS) for name in annotations):
+        return annotations
+    annotations[f"{names.PODSET_ANNOTATIONS}preferred-topology"] = key
+    if context.pods_per_worker > 1 and context.is_in_pod_group(slot):
+        # A slice consists of pods with successive indices: the pods of one worker.
+        annotations[f"{names.PODSET_ANNOTATIONS}slice-required-topology"] = key
+        annotations[f"{names.PODSET_ANNOTATIONS}slice-size"] = str(context.pods_per_worker)
+    return annotations
+
+
+def _of_kueue(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return those of an object's labels or annotations that are Kueue's."""
+    return {name: value for name, value in metadata.items() if name.startswith(f"{names.KUEUE_GROUP}/")}
+
+
 def _spread_over_nodes(context: JobContext, component: str) -> list[dict[str, Any]]:
     return [
         {
             "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
+            "topologyKey": _HOSTNAME,
             "whenUnsatisfiable": "ScheduleAnyway",
             "labelSelector": {"matchLabels": names.selector(context.name, component)},
         }
@@ -307,14 +371,19 @@ def _resources(resources: Resources, extended: Mapping[str, int] | None = None) 
     return {"requests": amounts, "limits": limits} if limits else {}
 
 
-def _worker_resources(workers: Workers) -> dict[str, Any]:
+def _worker_resources(job: RolloutJob) -> dict[str, Any]:
     """Return the resources of the container of each pod of a worker."""
+    workers, cache = job.spec.workers, job.spec.model.cache
     extended = dict(workers.resources.extended)
-    if _claims_gpus(workers):
-        return {**_resources(workers.resources, extended), "claims": [{"name": _GPU_CLAIM}]}
-    if gpus := workers.gpus_per_worker // workers.pods_per_worker:
+    gpus = workers.gpus_per_worker // workers.pods_per_worker
+    if gpus and not _claims_gpus(workers):
         extended[workers.gpu_resource or DEFAULT_GPU_RESOURCE] = gpus
-    return _resources(workers.resources, extended)
+    resources = _resources(workers.resources, extended)
+    if _claims_gpus(workers):
+        resources["claims"] = [{"name": _GPU_CLAIM}]
+    if cache.size_limit is not None and cache.persistent_volume_claim is None:
+        resources["requests"] = {**resources.get("requests", {}), "ephemeral-storage": cache.size_limit}
+    return resources
 
 
 def _claims_gpus(workers: Workers) -> bool:
@@ -469,6 +538,26 @@ def _claim(name: str | None) -> dict[str, Any] | None:
     return None if name is None else {"persistentVolumeClaim": {"claimName": name}}
 
 
+def avoid_nodes(pod: dict[str, Any], nodes: Collection[str]) -> dict[str, Any]:
+    """Keep a pod off some nodes, in addition to its other constraints, and return it."""
+    if not nodes:
+        return pod
+    metadata, spec = pod["metadata"], pod["spec"]
+    metadata["annotations"] = {
+        **(metadata.get("annotations") or {}),
+        names.AVOIDED_NODES_ANNOTATION: ",".join(sorted(nodes)),
+    }
+    affinity = dict(spec.get("affinity") or {})
+    node_affinity = dict(affinity.get("nodeAffinity") or {})
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (node_affinity.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    avoids = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
+    # A node has to match one of the terms, so that each of them needs the expression.
+    terms = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), avoids]} for term in terms]
+    spec["affinity"] = {**affinity, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
+    return pod
+
+
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the user's template into the pod, but keep the metadata that the operator finds the pod by.
 
@@ -485,18 +574,25 @@ def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[s
     labels = {**(metadata.get("labels") or {}), **required["labels"]}
     own = {name: value for name, value in required["annotations"].items() if name == names.REPLACEMENT_ANNOTATION}
     annotations = {**(metadata.get("annotations") or {}), **own}
+    annotations.pop(names.AVOIDED_NODES_ANNOTATION, None)
     result["metadata"] = {**metadata, **required, "labels": labels, "annotations": annotations}
     return result
 
 
-def _in_queue(context: JobContext, pod: dict[str, Any], *, grouped: bool) -> dict[str, Any]:
-    """Add Kueue's labels: it admits the head and the minimum of workers as one group, and other workers singly."""
+def _in_queue(context: JobContext, pod: dict[str, Any], *, index: int | None) -> dict[str, Any]:
+    """Add Kueue's labels: it admits the head and the minimum of workers as one group, and other workers singly.
+
+    *index* is the number of the pod among those of its role in the group; None for a pod that is not in the group.
+    """
     if context.queue is None:
         return pod
     metadata = pod["metadata"]
-    metadata["labels"][names.QUEUE_LABEL] = context.queue
-    if grouped and context.pod_group is not None:
-        metadata["labels"][names.POD_GROUP_LABEL] = context.pod_group.name
+    metadata["labels"] |= {**_of_kueue(context.labels), names.QUEUE_LABEL: context.queue}
+    if index is not None and context.pod_group is not None:
+        metadata["labels"] |= {
+            names.POD_GROUP_LABEL: context.pod_group.name,
+            names.POD_GROUP_INDEX_LABEL: str(index),
+        }
         total = str(context.pod_group.total_count)
         metadata["annotations"] = {**metadata.get("annotations", {}), names.POD_GROUP_TOTAL_ANNOTATION: total}
     return pod

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollout_api.manifest.status import Condition, ConditionType, State
+from rollout_api.manifest.status import Backoff, Condition, ConditionType, State
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
 from rollout_operator.objects.observed import HeadStatus, Observed, PodView, format_timestamp
 from rollout_operator.planning.actions import PlanBuilder
+from rollout_operator.planning.failures import repeated_failure
 from rollout_operator.planning.teardown import POD_NOT_TERMINATING, describe_overdue
 
 ConditionStatus = Literal["True", "False", "Unknown"]
@@ -103,11 +104,12 @@ def is_true(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> boo
     return any(condition["type"] == kind and condition["status"] == "True" for condition in conditions)
 
 
-def set_summary(conditions: Conditions, state: State) -> None:
+def set_summary(conditions: Conditions, state: State, failing: tuple[str, str] | None = None) -> None:
     """Set the conditions Ready and Stalled, which summarize the others.
 
     They follow kstatus (sigs.k8s.io/cli-utils): a job that has failed, or whose manifest is invalid, is stalled; one
-    that has reached the state which its spec asks for is ready.
+    that has reached the state which its spec asks for is ready. A job that is not ready is also stalled if a pod and
+    its replacements keep failing; *failing* is reason and message about these.
     """
     failed = conditions.current.get(ConditionType.FAILED)
     if state in _READY_STATES:
@@ -124,8 +126,12 @@ def set_summary(conditions: Conditions, state: State) -> None:
     ready = conditions.current[ConditionType.READY]
     if state is State.FAILED or conditions.is_false(ConditionType.ACCEPTED):
         conditions.set(ConditionType.STALLED, "True", ready.reason, ready.message)
+    elif failing is not None and state in (State.QUEUED, State.STARTING):
+        conditions.set(ConditionType.STALLED, "True", *failing)
     else:
-        conditions.set(ConditionType.STALLED, "False", state, "The manifest is valid, and the job has not failed.")
+        conditions.set(
+            ConditionType.STALLED, "False", state, "The manifest is valid, and no failure keeps the job back."
+        )
 
 
 def derive_state(conditions: Conditions, *, suspending: bool) -> State:
@@ -154,6 +160,8 @@ class RunningConditions:
     context: JobContext
     builder: PlanBuilder
     conditions: Conditions
+    backoffs: Mapping[str, Backoff]
+    """The backoffs of pods that have failed, by place."""
 
     def update(self, desired: int, workers: list[PodView]) -> None:
         """Set the conditions of a job that should have *desired* workers and has *workers*."""
@@ -161,7 +169,10 @@ class RunningConditions:
         self._set_workers_ready(desired, workers)
         head = self.observed.head
         if head is None:
-            self.conditions.set(ConditionType.ENGINE_READY, "Unknown", *self._why_no_head())
+            reason, message = self._why_no_head()
+            self.conditions.set(ConditionType.ENGINE_READY, "Unknown", reason, message)
+            if reason == "HeadStatusInvalid":
+                self._warn_on_transition(ConditionType.ENGINE_READY)
             self.conditions.set(
                 ConditionType.PROGRESSING, "Unknown", "HeadNotReady", "Progress is unknown until the head answers."
             )
@@ -294,14 +305,21 @@ class RunningConditions:
         if self.observed.rejections:
             rejection = self.observed.rejections[0]
             return rejection.reason, str(rejection)
-        return _pod_problem(pods) or self._overdue(component)
+        return _pod_problem(pods) or self._overdue(component) or self._repeated_failure(component)
 
     def _why_no_head(self) -> tuple[str, str]:
         """Return reason and message of what keeps the head from answering."""
         for pod in self.observed.component(names.HEAD):
             if pod.live and (problem := _pod_problem([pod])) is not None:
                 return problem
-        return self._overdue(names.HEAD) or ("HeadNotReady", "The head does not answer yet.")
+        if self.observed.head_problem:
+            return "HeadStatusInvalid", f"The operator cannot use the status of the head: {self.observed.head_problem}"
+        problem = self._overdue(names.HEAD) or self._repeated_failure(names.HEAD)
+        return problem or ("HeadNotReady", "The head does not answer yet.")
+
+    def _repeated_failure(self, component: str) -> tuple[str, str] | None:
+        prefix = names.pod_name(self.context.name, component)
+        return repeated_failure({place: one for place, one in self.backoffs.items() if place.startswith(prefix)})
 
     def _overdue(self, component: str) -> tuple[str, str] | None:
         """Return reason and message if a pod of a component should have terminated long ago."""

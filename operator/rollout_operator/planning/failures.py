@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule, Lifecycle
-from rollout_api.manifest.status import Failure, RolloutJobStatus
+from rollout_api.manifest.status import Backoff, Failure, RolloutJobStatus
 from rollout_api.protocol.status import EXIT_INTERRUPTED, EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
 from rollout_operator.objects import names
-from rollout_operator.objects.observed import Observed, PodView, format_timestamp
+from rollout_operator.objects.observed import Observed, PodView, format_timestamp, parse_timestamp
 from rollout_operator.planning.actions import PlanBuilder
 
 JOB_COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
@@ -28,22 +29,8 @@ _MAX_FAILURE_EVENTS = 8
 _MANIFEST_INVALID = "ManifestInvalid"
 _INTERRUPTED = "Interrupted"
 _NOT_READY = "NotReady"
-_DISRUPTION_REASONS = frozenset(
-    {
-        "Evicted",
-        _INTERRUPTED,
-        "NodeAffinity",
-        "NodeLost",
-        "NodeShutdown",
-        "Preempted",
-        "Preempting",
-        "Shutdown",
-        "Terminated",
-        "UnexpectedAdmissionError",
-    }
-)
-"""Reasons of the kubelet, the node lifecycle controller or the scheduler for ending a pod, independently of the job
-(Kubernetes 1.29 to 1.37), and that of a pod that was told to terminate."""
+_REBOOT_REASONS = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Reasons of containers whose end nobody has observed: those of the kubelet and of containerd after a reboot."""
 
 _EXIT_CODE_REASONS = {
     EXIT_MANIFEST: _MANIFEST_INVALID,
@@ -53,10 +40,14 @@ _EXIT_CODE_REASONS = {
 }
 """Reasons that the ``rollout`` command reports by its exit code."""
 
-_FIRST_BACKOFF_S = 5.0
-_MAX_BACKOFF_S = 300.0
+_FIRST_BACKOFF_S = 5
+_MAX_BACKOFF_S = 300
+_REPEATED_BACKOFF_S = 20
+"""The backoff from which on repeated failures, rather than the last one, explain why a pod is missing."""
 _BACKOFF_WINDOW_S = 600.0
-"""Failures older than this no longer lengthen the backoff."""
+"""A pod that fails later than this after it was allowed to start begins with the shortest backoff again."""
+_MAX_REJECTING_NODES = 8
+"""Number of rejections whose nodes are remembered for each pod."""
 
 
 class FailureAction(Enum):
@@ -78,15 +69,17 @@ class FailureDecision:
 def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
     """Decide what to do about a failed pod.
 
-    The first matching rule of the job's failure policy decides. Without one, a pod that the cluster disrupted or that
-    was not ready in time is replaced and not counted, an invalid manifest fails the job, and any other failure is
-    counted and the pod replaced.
+    The first matching rule of the job's failure policy decides. Without one, a pod is replaced and not counted if the
+    cluster disrupted it, if its kubelet rejected it, if its node was restarted, or if it was not ready in time; an
+    invalid manifest fails the job; and any other failure is counted and the pod replaced. A pod that the kubelet has
+    evicted because it exceeded its own limits is not disrupted: it lacks the condition DisruptionTarget, with which
+    the kubelet marks evictions for the benefit of the node (KEP-3329).
     """
     reason = failure_reason(pod)
     for rule in policy.rules:
         if _matches(rule, pod, reason):
             return FailureDecision(reason, FailureAction(rule.action))
-    if pod.disrupted or reason in _DISRUPTION_REASONS or reason == _NOT_READY:
+    if pod.disrupted or pod.rejected or reason in _REBOOT_REASONS or reason in (_INTERRUPTED, _NOT_READY):
         return FailureDecision(reason, FailureAction.IGNORE)
     # A replacement would read the same manifest and fail in the same way.
     return FailureDecision(reason, FailureAction.FAIL_JOB if reason == _MANIFEST_INVALID else FailureAction.REPLACE)
@@ -114,7 +107,7 @@ def _matches(rule: FailureRule, pod: PodView, reason: str) -> bool:
 def record_failures(
     builder: PlanBuilder, observed: Observed, status: RolloutJobStatus, lifecycle: Lifecycle, listed: set[str]
 ) -> tuple[RolloutJobStatus, tuple[str, str] | None]:
-    """Add newly failed pods to the status of a job, a limited number at a time.
+    """Add newly failed pods and their backoffs to the status of a job, a limited number at a time.
 
     *listed* are the uids of the failed pods that the status already lists.
 
@@ -126,6 +119,7 @@ def record_failures(
     oldest = format_timestamp(observed.now - lifecycle.backoff_window_seconds)
     times = [time for time in status.failure_times if time > oldest]
     fatal: tuple[str, str] | None = None
+    backoffs = {pod: one for pod, one in backoffs_by_place(status).items() if not _is_over(one, observed.now)}
     new = [
         pod
         for pod in observed.pods
@@ -141,6 +135,8 @@ def record_failures(
         counted = decision.action is FailureAction.REPLACE
         if counted:
             times.append(now)
+        place = place_of(observed.metadata["name"], pod)
+        backoffs[place] = _next_backoff(backoffs.get(place), place, pod, decision, now)
         failures.append(
             Failure(
                 pod=pod.name,
@@ -174,7 +170,8 @@ def record_failures(
         if last is not None:
             message += f" The last one was {last.pod}: {last.reason}: {last.message.strip()[-500:]}"
         fatal = ("BackoffLimitExceeded", message)
-    return status.model_copy(update={"failures": kept, "failed_pods": len(times), "failure_times": times}), fatal
+    changes = {"failures": kept, "failed_pods": len(times), "failure_times": times, "backoffs": _grouped(backoffs)}
+    return status.model_copy(update=changes), fatal
 
 
 def _describe(pod: PodView, reason: str) -> str:
@@ -186,13 +183,66 @@ def _describe(pod: PodView, reason: str) -> str:
     return message
 
 
-def backoff_delay(times: Iterable[float], now: float) -> float:
-    """Return the seconds until another pod may be created, given when the counted failures happened.
+def place_of(job: str, pod: PodView) -> str:
+    """Return the name that a pod and its replacements have in common. All pods of a worker have one."""
+    return names.worker(job, pod.slot) if pod.component == names.WORKER else names.pod_name(job, pod.component)
 
-    The backoff after the last failure is 5, 10, 20 … 300 seconds, by the number of recent failures.
+
+def _next_backoff(previous: Backoff | None, place: str, pod: PodView, decision: FailureDecision, now: str) -> Backoff:
+    """Return the backoff after another failure: 5, 10, 20 … 300 s, whatever the class of the failures.
+
+    A first failure that does not count causes no delay.
     """
-    recent = [time for time in times if now - time < _BACKOFF_WINDOW_S]
-    if not recent:
-        return 0.0
-    backoff = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (len(recent) - 1))
-    return max(0.0, max(recent) + backoff - now)
+    nodes = [] if previous is None else previous.nodes
+    if previous is None:
+        seconds = _FIRST_BACKOFF_S if decision.action is FailureAction.REPLACE else 0
+    elif pod.created < (parse_timestamp(previous.time) or 0.0):
+        seconds = previous.seconds  # another pod of the same worker, which has failed together with the first one
+    else:
+        seconds = min(_MAX_BACKOFF_S, max(_FIRST_BACKOFF_S, 2 * previous.seconds))
+    if pod.rejected and pod.node:
+        nodes = [*nodes, pod.node][-_MAX_REJECTING_NODES:]
+    return Backoff(pods=[place], reason=decision.reason, time=now, seconds=seconds, nodes=nodes)
+
+
+def backoffs_by_place(status: RolloutJobStatus) -> dict[str, Backoff]:
+    """Return the backoffs of pods that have failed, by place."""
+    return {pod: backoff for backoff in status.backoffs for pod in backoff.pods}
+
+
+def _grouped(backoffs: Mapping[str, Backoff]) -> list[Backoff]:
+    """Return the backoffs for the status, whose size is limited: pods with the same backoff share an entry."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for place, one in sorted(backoffs.items()):
+        groups.setdefault((one.time, str(one.seconds), one.reason, *one.nodes), []).append(place)
+    return [backoffs[places[0]].model_copy(update={"pods": places}) for places in groups.values()]
+
+
+def remaining_backoff(backoff: Backoff | None, now: float) -> float:
+    """Return the seconds until another pod may be created."""
+    return 0.0 if backoff is None else max(0.0, (parse_timestamp(backoff.time) or 0.0) + backoff.seconds - now)
+
+
+def _is_over(backoff: Backoff, now: float) -> bool:
+    return remaining_backoff(backoff, now - _BACKOFF_WINDOW_S) == 0.0
+
+
+def avoided_nodes(backoff: Backoff | None) -> frozenset[str]:
+    """Return the nodes that rejected the pods in a place repeatedly."""
+    nodes = [] if backoff is None else backoff.nodes
+    return frozenset(node for node in nodes if nodes.count(node) > 1)
+
+
+def repeated_failure(backoffs: Mapping[str, Backoff], *, at_limit: bool = False) -> tuple[str, str] | None:
+    """Return reason and message about a pod that fails again and again; None if there is none.
+
+    *at_limit* selects pods that have failed so often that their backoff grows no longer.
+    """
+    shortest = _MAX_BACKOFF_S if at_limit else _REPEATED_BACKOFF_S
+    place, worst = max(backoffs.items(), key=lambda item: item[1].seconds, default=("", None))
+    if worst is None or worst.seconds < shortest:
+        return None
+    message = f"Pod {place} fails repeatedly, last with {worst.reason}, and is replaced after {worst.seconds} s."
+    if worst.nodes:
+        message += f" It was rejected by {', '.join(sorted(set(worst.nodes)))}."
+    return re.sub(r"\W", "_", worst.reason), message  # OutOfnvidia.com/gpu is no valid reason of a condition

@@ -20,6 +20,7 @@ from rollout_operator.objects.observed import (
     STARTING_PERIOD_S,
     STATUS_PERIOD_S,
     HeadStatus,
+    Manifest,
     Observed,
     PodView,
     format_timestamp,
@@ -29,6 +30,7 @@ from rollout_operator.objects.owned_objects import (
     DEPLOYMENT,
     check_pods_can_run,
     connection,
+    disruption_budget,
     is_outdated,
     owned_objects,
     server_objects,
@@ -43,7 +45,7 @@ from rollout_operator.planning.conditions import (
     is_true,
     set_summary,
 )
-from rollout_operator.planning.failures import JOB_COMPONENTS, backoff_delay, record_failures
+from rollout_operator.planning.failures import JOB_COMPONENTS, backoffs_by_place, record_failures, repeated_failure
 from rollout_operator.planning.pod_planner import PodPlanner, desired_workers
 from rollout_operator.planning.teardown import (
     POD_NOT_TERMINATING,
@@ -58,6 +60,12 @@ from rollout_operator.planning.teardown import (
 
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
+_PROGRESS_PERIOD_S = 60.0
+"""Seconds between two writes of a status of which only the progress has changed.
+
+Each write costs a transaction of etcd, and is sent to everyone who watches jobs. Nothing acts on the progress in the
+status: autoscaling uses the head's own status, and metrics and ``rollout top`` show each second.
+"""
 _MAX_ENVIRONMENT_MESSAGE = 600
 """Maximum length of texts about an environment's errors; the rest is cut."""
 
@@ -78,7 +86,7 @@ class JobPlanner:
         self.job: RolloutJob = self.context.job
         self.generation: int = observed.metadata.get("generation", 0)
         status_fields = {name: value for name, value in observed.status.items() if name != "conditions"}
-        self.status = RolloutJobStatus.model_validate(status_fields)
+        self.status = RolloutJobStatus.read(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.listed_failures = {failure.uid for failure in self.status.failures}
         wanted = self.wanted_context
@@ -95,7 +103,7 @@ class JobPlanner:
             self._plan_active()
         suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
         state = derive_state(self.conditions, suspending=suspending)
-        set_summary(self.conditions, state)
+        set_summary(self.conditions, state, repeated_failure(backoffs_by_place(self.status), at_limit=True))
         self._update_status(
             observed_generation=self.generation,
             state=state,
@@ -104,9 +112,16 @@ class JobPlanner:
         )
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
         status["conditions"] = self.conditions.dump()
-        changed = status != self.observed.status
+        changed = status != self.observed.status and not self._differs_in_recent_progress(status)
         builder = self.builder
         return Plan(status if changed else None, tuple(builder.events), tuple(builder.actions), builder.requeue_after)
+
+    def _differs_in_recent_progress(self, status: Manifest) -> bool:
+        """Return whether a status contains nothing new but progress, which was written a short while ago."""
+        written = parse_timestamp(self.observed.status.get("progress", {}).get("lastUpdateTime"))
+        if written is None or not 0 <= self.observed.now - written < _PROGRESS_PERIOD_S:
+            return False
+        return _without_progress(status) == _without_progress(self.observed.status)
 
     def _update_status(self, **fields: Any) -> None:
         self.status = self.status.model_copy(update=fields)
@@ -180,8 +195,9 @@ class JobPlanner:
         elif succeeded := [pod for pod in self.observed.component(names.HEAD) if pod.phase == "Succeeded"]:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
-                self._update_status(progress=last_status.progress, time_saved=last_status.time_saved)
-                self._update_environment_errors(last_status)
+                self._show_figures(last_status)
+            elif succeeded[-1].message.startswith("{"):
+                self.builder.warn("HeadStatusInvalid", "The final figures of the head cannot be used.")
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
             )
@@ -294,7 +310,7 @@ class JobPlanner:
             "Suspended",
             "The job has no pods. Its unfinished rollouts are in Redis and continue from there when it resumes.",
         )
-        self._update_status(pod_group=None, revision=None)
+        self._update_status(pod_group=None, revision=None, backoffs=[])
         if self.status.start_time is not None:
             self._update_status(active_seconds=int(self._active_seconds()), start_time=None)
         if self.conditions.transition(ConditionType.SUSPENDED):
@@ -318,12 +334,9 @@ class JobPlanner:
             # It would never admit a smaller group again after a preemption.
             desired = self.context.num_grouped_workers
         self._plan_objects(desired)
-        failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
-        backoff = backoff_delay(failure_times, self.observed.now)
-        if backoff:
-            self.builder.requeue(backoff)
-        pods = PodPlanner(self.observed, self.context, self.builder, self.listed_failures, backoff)
-        conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
+        backoffs = backoffs_by_place(self.status)
+        pods = PodPlanner(self.observed, self.context, self.builder, self.listed_failures, backoffs)
+        conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions, backoffs)
         workers: list[PodView] = []
         if self._waits_for_model:
             pods.plan_prefetch()
@@ -339,6 +352,7 @@ class JobPlanner:
                 workers = pods.plan_workers(desired, self.status.workers.slots_used)
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update(desired, workers)
+        self._plan_disruption_budget()
         self._update_pods(pods, desired)
         self._update_progress()
         head = self.observed.head
@@ -355,7 +369,7 @@ class JobPlanner:
         can_roll = self._can_roll and not _ONLY_ON_RESUME.intersection(self._pending_changes())
         may_change = can_roll or not self.observed.has_pods
         if self.context.revision is None or (may_change and self._pending_changes() and not self._invalid_update()):
-            self._update_status(revision=self.wanted_revision)
+            self._update_status(revision=self.wanted_revision, backoffs=[])
             self.context = self.wanted_context.pinned_to(self.wanted_revision)
             self.job = self.context.job
 
@@ -462,17 +476,35 @@ class JobPlanner:
 
     def _plan_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
-        objects = owned_objects(self.context, self.observed.cluster, workers=workers)
-        for desired in (*objects, *server_objects(self.context)):
-            actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
-            if actual is None and desired["kind"] == DEPLOYMENT and not self._has_ready_head:
-                continue  # a server would wait for the job in vain, for example while the job is queued
-            if actual is None:
-                self.builder.actions.append(Create(desired))
-            elif is_outdated(desired, actual):
-                self.builder.actions.append(Apply(desired))
+        for desired in (
+            *owned_objects(self.context, self.observed.cluster, workers=workers),
+            *server_objects(self.context),
+        ):
+            self._plan_object(desired)
         if self.job.spec.server is None:
             delete_server(self.builder, self.observed)
+
+    def _plan_object(self, desired: dict[str, Any]) -> None:
+        actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
+        # A server would wait in vain for a job without a head, for example while the job is queued.
+        if actual is None and (desired["kind"] != DEPLOYMENT or self._has_ready_head):
+            self.builder.actions.append(Create(desired))
+        elif actual is not None and is_outdated(desired, actual):
+            self.builder.actions.append(Apply(desired))
+
+    def _plan_disruption_budget(self) -> None:
+        """Let one of the pods that serve the job, or will soon, be evicted at a time.
+
+        Pods that cannot be scheduled or created do not count, or they would block every eviction.
+        """
+        pods = [pod for pod in self.observed.pods if pod.component in (names.HEAD, names.WORKER)]
+        num_expected = sum(pod.is_expected(self.observed.now) for pod in pods)
+        if not any(rejection.target.kind == "Pod" for rejection in self.observed.rejections):
+            num_expected += sum(
+                isinstance(action, Create) and action.manifest["kind"] == "Pod" for action in self.builder.actions
+            )
+        if (api_version := self.observed.cluster.disruption_budget_api) is not None:
+            self._plan_object(disruption_budget(self.context, self.observed.cluster, api_version, num_expected))
 
     # Status
 
@@ -498,17 +530,28 @@ class JobPlanner:
         if head is None:
             stalled = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
             self._update_status(progress=stalled)
-            return
-        self._update_status(progress=head.progress, time_saved=head.time_saved)
+        else:
+            self._show_figures(head)
+
+    def _show_figures(self, head: HeadStatus) -> None:
+        """Show the figures of a head. Those that do not change keep their time, so that they are not written again."""
+        last = self.status.progress
+        progress = head.progress.model_copy(update={"last_update_time": last.last_update_time})
+        if progress != last:
+            progress = progress.model_copy(update={"last_update_time": format_timestamp(self.observed.now)})
+        self._update_status(progress=progress, time_saved=head.time_saved)
         self._update_environment_errors(head)
 
     def _update_environment_errors(self, head: HeadStatus) -> None:
-        """Show the errors of the environment, and report each new type of error as an Event."""
+        """Show the errors of the environment, and report new types of errors in one Event."""
         known = {error.type for error in self.status.environment_errors}
-        for kind, error in head.environment_errors.items():
-            if kind not in known:
-                message = f"Rollouts of the problem {error.problem} and maybe others got no reward ({kind}): "
-                self.builder.warn("EnvironmentErrors", f"{message}{error.message}"[:_MAX_ENVIRONMENT_MESSAGE])
+        if new := [kind for kind in head.environment_errors if kind not in known]:
+            error = head.environment_errors[new[0]]
+            kinds = new[0] if len(new) == 1 else f"{new[0]}, and {len(new) - 1} other types of errors"
+            message = (
+                f"Rollouts of the problem {error.problem} and maybe others got no reward ({kinds}): {error.message}"
+            )
+            self.builder.warn("EnvironmentErrors", message[:_MAX_ENVIRONMENT_MESSAGE])
         errors = [
             EnvironmentErrors(
                 type=kind,
@@ -519,3 +562,9 @@ class JobPlanner:
             for kind, error in head.environment_errors.items()
         ]
         self._update_status(environment_errors=errors)
+
+
+def _without_progress(status: Manifest) -> dict[str, Any]:
+    """Return a status without the figures that change all the time while a job runs."""
+    errors = [error["type"] for error in status.get("environmentErrors", ())]
+    return {**status, "progress": None, "timeSaved": None, "environmentErrors": errors}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rollout_api.manifest.pod_spec import Workers
+from rollout_api.manifest.status import Backoff
 from rollout_operator.objects import names
 from rollout_operator.objects.job_context import JobContext
 from rollout_operator.objects.observed import STATUS_PERIOD_S, EngineStatus, HeadStatus, Observed, PodView
-from rollout_operator.objects.pods import head_pod, prefetch_pod, worker_pod
+from rollout_operator.objects.pods import avoid_nodes, head_pod, prefetch_pod, worker_pod
 from rollout_operator.planning.actions import Create, DeletePod, PlanBuilder
+from rollout_operator.planning.failures import avoided_nodes, place_of, remaining_backoff
 from rollout_operator.planning.teardown import delete_pods
 
 _WORKER_START_S = 60.0
@@ -98,8 +101,8 @@ class PodPlanner:
     builder: PlanBuilder
     listed_failures: set[str]
     """Uids of failed pods that the status already lists. Other failed pods must be recorded before they are deleted."""
-    backoff: float
-    """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
+    backoffs: Mapping[str, Backoff]
+    """The backoffs of pods that have failed, by place."""
 
     def plan_prefetch(self) -> None:
         """Create the pod that downloads the model if there is none, and replace one that has other settings."""
@@ -110,8 +113,9 @@ class PodPlanner:
             [pod for pod in live if revision is not None and pod.revision != revision.hash],
             self.observed,
         )
-        if not live and all(pod.is_overdue(self.observed.now) for pod in terminating) and not self.backoff:
-            self.builder.actions.append(Create(prefetch_pod(self.context, taken=self._taken_names)))
+        place = names.pod_name(self.context.name, names.PREFETCH)
+        if not live and all(pod.is_overdue(self.observed.now) for pod in terminating) and not self._is_delayed(place):
+            self._create(place, prefetch_pod(self.context, taken=self._taken_names))
 
     def remove_prefetch(self) -> None:
         """Delete the pods that have downloaded the model, and those that another operator has created since."""
@@ -124,8 +128,10 @@ class PodPlanner:
         # A head that does not terminate in time is not waited for: it has no GPUs, and Redis admits one coordinator.
         # Kueue, however, would delete a second head as a pod in excess of the group's.
         waits = any(pod.in_pod_group or not pod.is_overdue(self.observed.now) for pod in terminating)
-        if not live and not waits and not self.backoff:
-            self.builder.actions.append(Create(head_pod(self.context, taken=self._taken_names)))
+        place = names.pod_name(self.context.name, names.HEAD)
+        if not live and not waits and not self._is_delayed(place):
+            pod = head_pod(self.context, taken=self._taken_names)
+            self._create(place, pod, in_pod_group=self.context.pod_group is not None)
 
     def plan_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers, and the pods of each, until there are *desired* ones, at most one per slot.
@@ -160,19 +166,20 @@ class PodPlanner:
         # the follower.
         leaving = [pod for pod in self.observed.followers if pod.deleting and pod.has_running_containers]
         occupied = {pod.slot for pod in (*live, *terminating, *leaving)}
-        free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]
+        free_slots = [
+            slot for slot in range(desired) if slot not in occupied and not self._is_delayed(self._worker(slot))
+        ]
         pending = sum(pod.replacement and pod.phase == "Pending" and not pod.in_pod_group for pod in live)
-        for slot in free_slots:
+        for slot in free_slots[: max(0, missing)]:
             replacement = slot < slots_used
             if replacement:
                 # Kueue admits a group only when all its pods exist.
                 is_limited = not self.context.is_in_pod_group(slot)
                 limit = self.context.job.spec.workers.max_pending_replacements
-                if self.backoff or (is_limited and pending >= limit):
+                if is_limited and pending >= limit:
                     continue
                 pending += is_limited
-            manifest = worker_pod(self.context, slot, replacement=replacement, taken=self._taken_names)
-            self.builder.actions.append(Create(manifest))
+            self._create_worker(slot, 0, replacement=replacement)
             created.add(slot)
         return created
 
@@ -194,16 +201,34 @@ class PodPlanner:
         }
         unwanted += [pod for pod in leaders if pod.slot in leaving]
         self.builder.actions += [DeletePod(pod.name, pod.uid) for pod in unwanted]
-        if self.backoff:
-            return
         existing = {(pod.slot, pod.rank) for pod in (*live, *terminating)}
         for slot in sorted(served):
-            for rank in range(1, size):
-                if (slot, rank) not in existing:
-                    manifest = worker_pod(
-                        self.context, slot, rank=rank, replacement=slot < slots_used, taken=self._taken_names
-                    )
-                    self.builder.actions.append(Create(manifest))
+            ranks = [rank for rank in range(1, size) if (slot, rank) not in existing]
+            if ranks and not self._is_delayed(self._worker(slot)):
+                for rank in ranks:
+                    self._create_worker(slot, rank, replacement=slot < slots_used)
+
+    def _create_worker(self, slot: int, rank: int, *, replacement: bool) -> None:
+        pod = worker_pod(self.context, slot, rank=rank, replacement=replacement, taken=self._taken_names)
+        self._create(self._worker(slot), pod, in_pod_group=self.context.is_in_pod_group(slot))
+
+    def _create(self, place: str, pod: dict[str, Any], *, in_pod_group: bool = False) -> None:
+        """Create a pod, away from the nodes that rejected others in its place.
+
+        Kueue requires that the pods of a group have the same constraints.
+        """
+        nodes = frozenset[str]() if in_pod_group else avoided_nodes(self.backoffs.get(place))
+        self.builder.actions.append(Create(avoid_nodes(pod, nodes)))
+
+    def _worker(self, slot: int) -> str:
+        return names.worker(self.context.name, slot)
+
+    def _is_delayed(self, place: str) -> bool:
+        """Return whether a pod must not be created yet because others in its place have failed."""
+        delay = remaining_backoff(self.backoffs.get(place), self.observed.now)
+        if delay:
+            self.builder.requeue(delay)
+        return delay > 0
 
     @cached_property
     def _taken_names(self) -> set[str]:
@@ -238,6 +263,8 @@ class PodPlanner:
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.
 
+        A pod that no node is found for is deleted, too, once it need not avoid any longer the nodes that it avoids.
+
         Returns:
             The live pods, and the pods that are terminating or terminated and occupy their slot. A pod that a finalizer
             retains occupies none, except if Kueue would delete another pod in its place.
@@ -252,7 +279,13 @@ class PodPlanner:
                 terminating.append(pod)
                 self.builder.requeue(STATUS_PERIOD_S)
             elif not pod.terminated and pod.uid not in self.listed_failures:
-                live.append(pod)
+                if pod.scheduled or pod.avoided_nodes <= avoided_nodes(
+                    self.backoffs.get(place_of(self.context.name, pod))
+                ):
+                    live.append(pod)
+                else:
+                    self.builder.actions.append(DeletePod(pod.name, pod.uid))
+                    terminating.append(pod)
             else:
                 if pod.phase == "Succeeded" or pod.uid in self.listed_failures:
                     self.builder.actions.append(DeletePod(pod.name, pod.uid))

@@ -43,6 +43,15 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
         "OOMKilled",
         "no-memory-worker-0",
     ),
+    (
+        "no-disk",
+        {
+            "workers": {"podTemplate": {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "100Ki"}}]}}},
+            "lifecycle": {"backoffLimit": 0},
+        },
+        "Evicted",
+        'EmptyDir volume "tmp" exceeds the limit "100Ki"',
+    ),
 ]
 """Name of the job, the fault in its spec, the reason of the expected Event, and a part of its message."""
 

@@ -232,6 +232,14 @@ def test_the_operator_reports_what_the_api_server_cannot_check(
 
 
 @pytest.mark.current_cluster
+def test_a_misspelt_field_of_a_pod_template_is_reported(operated_jobs: Jobs) -> None:
+    operated_jobs.create("misspelt", head={"podTemplate": {"spec": {"hostAliasses": []}}})
+    assert 'unknown field "spec.hostAliasses"' in operated_jobs.wait_for_event("misspelt", "BadRequest")
+    operated_jobs.wait(lambda: operated_jobs.condition("misspelt", "WorkersReady") == ("False", "BadRequest"))
+    assert not operated_jobs.pods("misspelt", names.HEAD)
+
+
+@pytest.mark.current_cluster
 def test_the_api_server_accepts_workers_that_claim_devices(operated_jobs: Jobs) -> None:
     operated_jobs.create("claims", workers={"replicas": 1, "deviceClaimTemplate": "two-gpus", "gpusPerWorker": 2})
     operated_jobs.wait(lambda: operated_jobs.pods("claims", names.WORKER))

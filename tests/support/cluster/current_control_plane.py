@@ -147,6 +147,8 @@ def _accepts(requirement: dict[str, Any], labels: dict[str, str]) -> bool:
     match requirement["operator"]:
         case "In":
             return value in requirement["values"]
+        case "NotIn":
+            return value not in requirement["values"]
         case "Exists":
             return value is not None
         case other:

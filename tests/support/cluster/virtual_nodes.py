@@ -51,6 +51,8 @@ class VirtualNodes:
         self.names = [f"{prefix}-{number}" for number in range(count)]
         self.ready_after_s = 0.1
         """Seconds from the binding of a pod until it is ready."""
+        self.rejects_with = ""
+        """The reason with which the kubelet rejects all pods; empty if it admits them."""
         self._api, self._labels, self._capacity = api, labels or {}, capacity or CAPACITY
         self._core, self._leases = client.CoreV1Api(api), client.CoordinationV1Api(api)
         self._stopping = threading.Event()
@@ -168,7 +170,7 @@ class VirtualNodes:
             started.add(metadata["uid"])
             time.sleep(self.ready_after_s)
             running = {"running": {"startedAt": _now()}}
-            status = {
+            status: dict[str, Any] = {
                 "phase": "Running",
                 "startTime": _now(),
                 "podIP": self._address(next(self._addresses)),
@@ -180,6 +182,8 @@ class VirtualNodes:
                     _condition(kind, "True") for kind in ("Initialized", "Ready", "ContainersReady", "PodScheduled")
                 ],
             }
+            if self.rejects_with:
+                status = {"phase": "Failed", "reason": self.rejects_with, "message": "Pod was rejected: no"}
             try:
                 self._core.patch_namespaced_pod_status(name, namespace, {"status": status})
             except client.ApiException as error:

@@ -1,27 +1,41 @@
 """Measures the operator with many jobs.
 
     python -m benchmarks.operator --jobs 1000 --json FILE [--running 1000 --engines 64]
+    python -m benchmarks.operator --jobs 1000 --watches
 
 The API server, the scheduler and the controller manager are real and run on this machine; the nodes are virtual, and a
 server in this process answers the heads' status requests. Of the jobs that do not keep running, half are suspended and
 half succeed. One operator process is measured: API calls by its own counter, memory and CPU time by the kernel.
+
+With ``--watches``, the informer is compared with kopf as the watch of 64 pods of each job. Both fill the operator's
+cache. The API server is a stand-in that lists the pods and, once, ends the watch with 410 Gone after deleting some.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import kopf
 import psutil
 from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from rollout_operator.cluster.informer import Informer, WorkQueue
+from rollout_operator.cluster.kubernetes_api import KubernetesApi, owned_kinds
+from rollout_operator.cluster.object_cache import JobKey, ObjectCache
 
 from benchmarks.figures import Figure, quantile, report
 from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
@@ -234,6 +248,176 @@ class OperatorBenchmark:
         self.plane.stop()
 
 
+PODS_PER_JOB = 64
+DELETED_PODS = 100
+"""Number of pods that are deleted while the watch is interrupted."""
+_POD = {
+    "metadata": {
+        "name": "@",
+        "namespace": "bench",
+        "uid": "@",
+        "resourceVersion": "1",
+        "labels": {f"das.rollout.dev/label-{number}": "value" for number in range(8)},
+        "managedFields": [{"manager": "kubelet", "fieldsV1": {f"f:field-{number}": {} for number in range(60)}}],
+        "ownerReferences": [
+            {
+                "apiVersion": "das.rollout.dev/v1alpha1",
+                "kind": "RolloutJob",
+                "name": "#",
+                "uid": "#",
+                "controller": True,
+            }
+        ],
+    },
+    "spec": {"containers": [{"name": "worker", "env": [{"name": f"NAME_{n}", "value": "value"} for n in range(40)]}]},
+    "status": {"phase": "Running", "podIP": "10.0.0.1"},
+}
+
+
+class PodServer(BaseHTTPRequestHandler):
+    """Serves as much of the API server as a watch of pods needs."""
+
+    protocol_version = "HTTP/1.1"
+    count = 0
+    """Number of pods."""
+    watches = 0
+    """Number of watches that have begun."""
+    gone = threading.Event()
+    """Set when pods have been deleted and the watch is to end."""
+    template = json.dumps(_POD)
+
+    def do_GET(self) -> None:
+        """Answer a request for the API's resources, or for pods."""
+        url = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        if url.path == "/api":
+            self._answer('{"versions": ["v1"]}')
+        elif url.path == "/apis":
+            self._answer('{"groups": []}')
+        elif url.path == "/api/v1":
+            resources = [
+                {"name": plural, "singularName": "", "kind": kind, "namespaced": True, "verbs": ["list", "watch"]}
+                # kopf waits until namespaces are served, even if it watches all of them.
+                for plural, kind in {"pods": "Pod", "namespaces": "Namespace"}.items()
+            ]
+            self._answer(json.dumps({"resources": resources}))
+        elif "watch" in query:
+            self._watch()
+        else:
+            self._list(int(query.get("continue", 0)), int(query["limit"]))
+
+    def _list(self, first: int, limit: int) -> None:
+        end = self.count - (DELETED_PODS if self.gone.is_set() else 0)
+        numbers = range(first, min(first + limit, end))
+        pods = (self.template.replace("@", f"p{n}").replace("#", f"job-{n // PODS_PER_JOB}") for n in numbers)
+        token = str(numbers.stop) if numbers.stop < end else ""
+        metadata = json.dumps({"resourceVersion": "1", "continue": token})
+        self._answer(f'{{"kind": "PodList", "apiVersion": "v1", "metadata": {metadata}, "items": [{",".join(pods)}]}}')
+
+    def _watch(self) -> None:
+        type(self).watches += 1
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.flush()
+        if self.watches == 1:
+            self.gone.wait()
+            error = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+            self.wfile.write(json.dumps({"type": "ERROR", "object": error}).encode() + b"\n")
+        else:
+            threading.Event().wait()
+
+    def _answer(self, body: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+async def watch_pods(watcher: str, url: str) -> None:
+    """Watch pods with ``kopf`` or the ``informer``; print how many are known for each line of the standard input."""
+    cache = ObjectCache()
+    pods = owned_kinds(None)[0]
+    if watcher == "kopf":
+        registry = kopf.OperatorRegistry()
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.ConnectionInfo:
+            return kopf.ConnectionInfo(server=url)
+
+        @kopf.on.startup(registry=registry)
+        async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+            settings.posting.enabled = False
+            settings.scanning.disabled = True
+            settings.watching.chunk_size = 500
+
+        @kopf.on.event("", "v1", "pods", registry=registry)
+        async def pod_event(event: kopf.RawEvent, **_: Any) -> None:
+            body = event["object"]
+            if event["type"] == "DELETED":
+                cache.remove(body["metadata"]["uid"])
+            else:
+                cache.update(body, pods.kind)
+
+        watching = asyncio.ensure_future(kopf.operator(registry=registry, standalone=True, clusterwide=True))
+    else:
+        api = KubernetesApi(ApiClient(Configuration(host=url)))
+        watching = asyncio.ensure_future(Informer(api, cache, WorkQueue[JobKey](), pods, "", selector="").run())
+    while await asyncio.to_thread(sys.stdin.readline) and not watching.done():
+        print(len(cache.uids(pods.kind, "")), flush=True)
+
+
+def compare_watches(jobs: int) -> list[Figure]:
+    """Return memory, CPU time and lost deletions of the two ways to watch pods."""
+    figures = []
+    for watcher in ("informer", "kopf"):
+        PodServer.count, PodServer.watches, PodServer.gone = jobs * PODS_PER_JOB, 0, threading.Event()
+        server = ThreadingHTTPServer(("127.0.0.1", 0), PodServer)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-m", "benchmarks.operator", "--watch-pods", watcher, url]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            process = psutil.Process(child.pid)
+            began = time.monotonic()
+
+            def known(child: subprocess.Popen[str] = child) -> int:
+                print(file=child.stdin, flush=True)
+                return int(next(child.stdout or iter(())))
+
+            wait_for(lambda: known() == PodServer.count, 300, "pods are missing")
+            seconds = time.monotonic() - began
+            time.sleep(SETTLE_S)
+            rss, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
+            peak = _peak_rss(child.pid)
+            PodServer.gone.set()
+            wait_for(lambda: PodServer.watches > 1, 300, "the watch is not continued")
+            before = -1.0
+            while before != (before := sum(process.cpu_times()[:2])):
+                time.sleep(1)
+            lost = known() - (PodServer.count - DELETED_PODS)
+            child.kill()
+        server.shutdown()
+        figures += [
+            Figure(f"{watcher}: time until all pods are known", seconds, "s", "", "<=", None),
+            Figure(f"{watcher}: CPU time until then", cpu, "s", "", "<=", None),
+            Figure(f"{watcher}: memory", rss / 2**20, "MiB", "", "<=", None),
+            Figure(f"{watcher}: peak memory", peak / 2**20, "MiB", "", "<=", None),
+            Figure(f"{watcher}: deletions lost of {DELETED_PODS}", lost, "pods", "", "<=", None),
+        ]
+    return figures
+
+
+def _peak_rss(pid: int) -> int:
+    """Return the largest memory that a process has used so far, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -241,7 +425,15 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=100, help="jobs that keep running [%(default)s]")
     parser.add_argument("--engines", type=int, default=1, help="engines of each job [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--watches", action="store_true", help="compare ways to watch pods instead")
+    parser.add_argument("--watch-pods", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.watch_pods:
+        asyncio.run(watch_pods(*options.watch_pods))
+        return
+    if options.watches:
+        report(options.json, compare_watches(options.jobs), jobs=options.jobs)
+        return
     with tempfile.TemporaryDirectory() as directory:
         benchmark = OperatorBenchmark(Path(directory), options.jobs, options.running, Heads(options.engines))
         try:

@@ -1,17 +1,23 @@
-"""Informers of kinds without which the operator works, too."""
+"""Informers of kinds without which the operator works, too, and of an API server that falls silent."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.cluster import informer
 from rollout_operator.cluster.informer import Informer, WorkQueue
-from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError
+from rollout_operator.cluster.kubernetes_api import CLUSTER_RUNTIMES, ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache, RuntimeCache
 from rollout_operator.objects.runtimes import RuntimeKey
+
+from rollout_api.asyncio_tasks import cancel_and_wait
 
 KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
 RUNTIME = {"metadata": {"name": "h100", "uid": "1"}, "spec": {"image": {"name": "platform:1"}}}
@@ -63,3 +69,41 @@ async def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: 
     await asyncio.sleep(0.2)
     assert not watched.synced.is_set()
     task.cancel()
+
+
+async def test_a_watch_that_falls_silent_is_continued_from_its_last_version() -> None:
+    """A network that has lost a connection delivers neither data nor an end, which looks like a silent server."""
+    stopped = asyncio.Event()
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+        version = request.query["resourceVersion"]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        name = {"1": "first", "2": "second"}.get(version)
+        if name is not None:
+            metadata = {"name": name, "uid": version, "resourceVersion": str(int(version) + 1)}
+            event = {"type": "ADDED", "object": {"metadata": metadata, "spec": {"image": {"name": name}}}}
+            await response.write(json.dumps(event).encode() + b"\n")
+        await stopped.wait()
+        return response
+
+    queue = WorkQueue[JobKey]()
+    jobs = ObjectCache()
+    for name in ("first", "second"):
+        jobs.update_job({"metadata": {"namespace": "rl", "name": name}, "spec": {"runtimeRef": {"name": name}}})
+    runtimes = RuntimeCache(jobs, queue.add)
+    application = web.Application()
+    application.router.add_get("/{path:.*}", serve)
+    async with TestServer(application) as server:
+        client = ApiClient(Configuration(host=str(server.make_url("")).rstrip("/")))
+        api = KubernetesApi(client, watch_inactivity_s=0.2)
+        task = asyncio.ensure_future(Informer(api, runtimes, queue, CLUSTER_RUNTIMES, "", selector="").run())
+        try:
+            assert ("rl", "first") == await asyncio.wait_for(queue.get(), 5)
+            assert ("rl", "second") == await asyncio.wait_for(queue.get(), 5)
+        finally:
+            await cancel_and_wait(task)
+            stopped.set()
+            await api.close()

@@ -22,6 +22,11 @@ from rollout_operator.objects.observed import Manifest
 _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
 _WATCH_TIMEOUT_S = 300
+_WATCH_INACTIVITY_S = 70.0
+"""Seconds after which a watch that delivers nothing is continued over another connection.
+
+API servers send a bookmark about every 60 s and keep events for at least 75 s; kopf uses the same value.
+"""
 _MAX_CONNECTIONS = 64
 _FORBIDDEN = 403
 OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
@@ -109,8 +114,8 @@ class ApiError(Exception):
 class KubernetesApi:
     """A connection to the API server. Every failed request raises :class:`ApiError`."""
 
-    def __init__(self, client: ApiClient) -> None:
-        self._client = client
+    def __init__(self, client: ApiClient, *, watch_inactivity_s: float = _WATCH_INACTIVITY_S) -> None:
+        self._client, self._watch_inactivity_s = client, watch_inactivity_s
         self.request_counts: Counter[tuple[str, str]] = Counter()
         """Number of requests by verb and kind, for the metrics."""
 
@@ -278,7 +283,7 @@ class KubernetesApi:
     async def watch(
         self, kind: ResourceKind, namespace: str, version: str, *, selector: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield changes to the objects of a kind since a version, until the API server ends the stream.
+        """Yield changes to the objects of a kind since a version, until the API server ends the stream or falls silent.
 
         Without a *namespace*, all of them are watched; without a label *selector*, all objects.
 
@@ -301,9 +306,7 @@ class KubernetesApi:
                 header_params={"Accept": _JSON},
                 auth_settings=["BearerToken"],
             )
-            timeout = aiohttp.ClientTimeout(
-                total=None, sock_connect=_TIMEOUT_S, sock_read=2 * _WATCH_TIMEOUT_S + _TIMEOUT_S
-            )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=self._watch_inactivity_s)
             response = await self._client.call_api(*prepared, _request_timeout=timeout)
             if response.status != 200:
                 data = await response.read()
@@ -314,6 +317,9 @@ class KubernetesApi:
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         yield json.loads(line)
+            except aiohttp.SocketTimeoutError:
+                # The connection may be dead, or nothing has changed: there are no bookmarks without any earlier change.
+                return
             finally:
                 response.response.close()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:

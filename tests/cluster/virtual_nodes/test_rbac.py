@@ -28,7 +28,12 @@ UNUSED_PERMISSIONS = {
     # Required only with Kueue.
     ("delete", "kueue.x-k8s.io", "workloads"),
     # Required only with Volcano; for the coscheduling plugin, the same requests are made.
-    *((verb, "scheduling.volcano.sh", "podgroups") for verb in ("get", "list", "watch", "create", "patch")),
+    # The same holds for Kubernetes' own PodGroups.
+    *(
+        (verb, group, "podgroups")
+        for verb in ("get", "list", "watch", "create", "patch")
+        for group in ("scheduling.volcano.sh", "scheduling.k8s.io")
+    ),
 }
 
 

@@ -121,7 +121,7 @@ def worker_pod(
     """
     spec = context.job.spec
     workers = spec.workers
-    container = {
+    container: dict[str, Any] = {
         "name": names.WORKER,
         "command": ["rollout", "follower" if rank else "worker"],
         "args": [
@@ -237,7 +237,7 @@ def prefetch_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[st
     it as one of the group.
     """
     head = context.job.spec.head
-    container = {
+    container: dict[str, Any] = {
         "name": names.PREFETCH,
         "command": ["rollout", "prefetch"],
         "args": [f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}"],

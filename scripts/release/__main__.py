@@ -31,7 +31,7 @@ from scripts.release.distributions import (
     install,
     write_sbom,
 )
-from scripts.release.images import IMAGES, check_image
+from scripts.release.images import check_images
 from scripts.release.steps import CheckError, NotCheckedError, Report, run
 from scripts.release.versions import current_version, disagreements, image_files, release_notes
 from scripts.repository import ROOT, tracked_files
@@ -71,8 +71,7 @@ class ReleaseCheck:
         package = step("lint and package the chart", lambda: package_chart(DIST, self._registry))
         if package is not None:
             step("the packaged chart renders valid manifests", lambda: check_chart(package, self._registry))
-        for image in IMAGES:
-            step(f"image {image.name}: build and start", partial(check_image, image))
+        check_images(self.report)
 
     def _check_distributions(self, distributions: Distributions) -> None:
         step = self.report.step

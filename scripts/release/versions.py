@@ -24,8 +24,8 @@ PLACES = (
     (CHART, re.compile(r'^appVersion: "(.*)"$', re.MULTILINE)),
 )
 """Files and what states the version in them, in the group of the expression."""
-IMAGE = re.compile(r"\bdas-rollout-(?:operator|worker|worker-cpu):(\d+\.\d+\.\d+[^\s`\"')]*)")
-"""An image with its tag, in any page, manifest or Dockerfile."""
+IMAGE = re.compile(r"\bdas-rollout(?:-(?:operator|worker|worker-cpu):| --version )(\d+\.\d+\.\d+[^\s`\"')]*)")
+"""An image with its tag, or the chart with its version, in any page, manifest or Dockerfile."""
 
 
 def image_files() -> list[str]:

@@ -49,6 +49,14 @@ def test_engines_on_gpus_do_not_fork_a_process_that_may_have_used_cuda(model: Pa
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in engine_environment(config, {})
 
 
+def test_compiled_code_is_kept_elsewhere_if_its_directory_is_not_writable(model: Path, tmp_path: Path) -> None:
+    config = replace(engine_config(model), cpu=False)
+    (tmp_path / "file").touch()
+    for directory, changed in ((tmp_path / "new" / "compiled", False), (tmp_path / "file" / "compiled", True)):
+        variables = engine_environment(config, {"VLLM_CACHE_ROOT": str(directory)})
+        assert changed == ("VLLM_CACHE_ROOT" in variables)
+
+
 def test_eager_cpu_engines_need_no_compiler_for_tensor_parallelism(model: Path) -> None:
     config = engine_config(model)
 

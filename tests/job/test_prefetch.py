@@ -83,6 +83,8 @@ def test_pods_find_the_model_without_the_hub_and_write_nothing_into_the_claim(pr
     assert 0 == result.returncode, result.stderr
     assert COMMIT in result.stdout
     before = prefetch.files()
+    # Workers on GPUs write here: only this directory is mounted writable in their pods.
+    assert str(prefetch.claim / "compiled") in before
     assert {file.name for file in policy.iterdir()} <= {Path(path).name for path in before}
     for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):
         result = prefetch(pod, hub)

@@ -283,6 +283,29 @@ def test_only_the_prefetch_pod_writes_to_the_model_cache() -> None:
         assert variables["HF_HOME"]["value"].startswith("/tmp/")
 
 
+def test_gpu_workers_keep_compiled_code_in_the_claim_of_the_model_cache() -> None:
+    cache = {"persistentVolumeClaim": "models"}
+    pod = worker_pod(job_context(model={"uri": "a/b", "cache": cache}), 0, replacement=True)
+    assert "/models/compiled" == environment_of(pod)["VLLM_CACHE_ROOT"]["value"]
+
+    # The rest of the claim is mounted read-only. The prefetch pod creates the directory, so that its owner is right.
+    context = job_context(model=PREFETCH)
+    pod = worker_pod(context, 0, replacement=True)
+    mount = {"name": "models", "mountPath": "/compiled", "subPath": "compiled"}
+    assert mount in pod["spec"]["containers"][0]["volumeMounts"]
+    assert "/compiled" == environment_of(pod)["VLLM_CACHE_ROOT"]["value"]
+    assert "/models/compiled" == environment_of(prefetch_pod(context))["VLLM_CACHE_ROOT"]["value"]
+
+    without_gpus = job_context(model=PREFETCH, workers={"gpusPerWorker": 0})
+    without_claim = job_context(model={"uri": "a/b"})
+    for pod in (
+        head_pod(context),
+        worker_pod(without_gpus, 0, replacement=True),
+        worker_pod(without_claim, 0, replacement=True),
+    ):
+        assert "VLLM_CACHE_ROOT" not in environment_of(pod)
+
+
 def test_without_prefetch_all_pods_may_download_the_model() -> None:
     context = job_context(model={"uri": "a/b", "cache": {"persistentVolumeClaim": "models"}})
     for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):

@@ -255,8 +255,6 @@ def check_docker(call: Call, page: Page) -> None:
         given = {rest[index + 1].partition("=")[0] for index, word in enumerate(rest) if word == "--build-arg"}
         assert set() == given - declared, f"{dockerfile} lacks arguments"
         assert {word for word in rest if word.startswith("-")} <= {"-f", "-t", "--build-arg"}
-        requirements = [word.partition("=")[2] for word in rest if word.startswith("REQUIREMENTS=")]
-        assert all((ROOT / "requirements" / name).exists() for name in requirements)
 
 
 HELM = Path(sys.executable).parent / "helm"

@@ -67,6 +67,10 @@ _MANIFEST_MOUNT = "/etc/rollout"
 _MODELS_MOUNT = "/models"
 _HUB_HOME = f"{_MODELS_MOUNT}/huggingface"
 """Directory of the Hugging Face libraries in the model cache; its subdirectory ``hub`` has the models."""
+_COMPILED = "compiled"
+"""Directory, in the model cache, of what engines have compiled."""
+_COMPILED_VARIABLE = "VLLM_CACHE_ROOT"
+"""Variable that names this directory to vLLM, which also keeps the caches of torch, Triton and DeepGEMM there."""
 WEIGHTS_MOUNT = "/weights"
 _TOKENS_MOUNT = "/etc/rollout-tokens"
 _TLS_MOUNT = "/etc/rollout-tls"
@@ -121,7 +125,7 @@ def worker_pod(
     """
     spec = context.job.spec
     workers = spec.workers
-    container = {
+    container: dict[str, Any] = {
         "name": names.WORKER,
         "command": ["rollout", "follower" if rank else "worker"],
         "args": [
@@ -138,6 +142,14 @@ def worker_pod(
     name = names.pod_name(context.name, names.WORKER, slot, rank=rank, taken=taken)
     pod = _pod(context, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
     pod["metadata"]["labels"] |= {names.SLOT_LABEL: str(slot), names.RANK_LABEL: str(rank)}
+    cache = spec.model.cache
+    if workers.gpus_per_worker and cache.persistent_volume_claim is not None:
+        # Otherwise every replacement would compile again.
+        compiled = f"{_MODELS_MOUNT}/{_COMPILED}"
+        if cache.prefetch:
+            compiled = f"/{_COMPILED}"  # the rest of the claim is mounted read-only
+            container["volumeMounts"].append({"name": "models", "mountPath": compiled, "subPath": _COMPILED})
+        container["env"].append({"name": _COMPILED_VARIABLE, "value": compiled})
     if replacement:
         pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
     match context.gang_api:
@@ -228,7 +240,7 @@ def prefetch_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[st
     it as one of the group.
     """
     head = context.job.spec.head
-    container = {
+    container: dict[str, Any] = {
         "name": names.PREFETCH,
         "command": ["rollout", "prefetch"],
         "args": [f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}"],
@@ -238,6 +250,8 @@ def prefetch_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[st
     pod = _pod(
         context, name, names.PREFETCH, container, "64Mi", head.tolerations, head.node_selector, writes_models=True
     )
+    # The pod creates this directory. The kubelet would, but not for the user of the pods.
+    container["env"].append({"name": _COMPILED_VARIABLE, "value": f"{_MODELS_MOUNT}/{_COMPILED}"})
     pod = _with_template(context, pod, _template_like_head(head.pod_template, names.PREFETCH))
     pod["spec"] |= {
         "terminationGracePeriodSeconds": PREFETCH_GRACE_S,

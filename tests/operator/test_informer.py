@@ -1,4 +1,4 @@
-"""Informers of kinds without which the operator works, too, and of an API server that falls silent."""
+"""Informers of kinds without which the operator works, too, and API servers that fall silent or have no jobs."""
 
 from __future__ import annotations
 
@@ -69,6 +69,20 @@ async def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: 
     await asyncio.sleep(0.2)
     assert not watched.synced.is_set()
     task.cancel()
+
+
+async def test_a_cluster_without_jobs_has_null_in_place_of_their_list() -> None:
+    async def serve(_: web.Request) -> web.Response:
+        return web.json_response({"kind": "PartialObjectMetadataList", "metadata": {}, "items": None})
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", serve)
+    async with TestServer(application) as server:
+        api = KubernetesApi(ApiClient(Configuration(host=str(server.make_url("")).rstrip("/"))))
+        try:
+            assert set() == await api.job_keys("rl")
+        finally:
+            await api.close()
 
 
 async def test_a_watch_that_falls_silent_is_continued_from_its_last_version() -> None:

@@ -332,7 +332,8 @@ class KubernetesApi:
         """
         self._count("list", KIND)
         found = await self.request("GET", _collection(ROLLOUT_JOBS, namespace), accept=_METADATA_LIST)
-        return {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found["items"]}
+        # If there are none, a list of metadata has null in place of an empty list (seen with Kubernetes 1.20).
+        return {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found["items"] or ()}
 
     async def is_node_lost(self, name: str) -> bool:
         """Return whether a node does not exist or is not ready. A node that must not be read is assumed to be ready."""

@@ -15,18 +15,19 @@ def check_pod_templates(job: RolloutJob) -> bool:
     """Check the names of all fields of a job's pod templates.
 
     Returns:
-        Whether they were checked. The package ``kubernetes`` has the names.
+        Whether they were checked, if there are any. The package ``kubernetes`` has the names.
 
     Raises:
         ManifestError: if there are fields that pods do not have.
     """
+    sections = {name: getattr(job.spec, name) for name in ("head", "workers", "server")}
+    templates = {name: part.pod_template for name, part in sections.items() if part is not None and part.pod_template}
     if find_spec("kubernetes") is None:
-        return False
+        return not templates
     errors = [
         error
-        for section in ("head", "workers", "server")
-        if (part := getattr(job.spec, section)) is not None
-        for error in _unknown_fields(part.pod_template, "V1PodTemplateSpec", f"spec.{section}.podTemplate")
+        for name, template in templates.items()
+        for error in _unknown_fields(template, "V1PodTemplateSpec", f"spec.{name}.podTemplate")
     ]
     if errors:
         raise ManifestError(errors)

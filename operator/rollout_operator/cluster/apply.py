@@ -299,8 +299,6 @@ def _log_fields(job: Manifest) -> dict[str, str]:
     return {"job": f"{job['metadata']['namespace']}/{job['metadata']['name']}"}
 
 
-logger = logging.getLogger(__name__)
-
 MAX_BYTES = 700 << 10
 """Size of the archive. A ConfigMap may have 1 MiB, and a request to the API server is larger by a third."""
 _MAX_LOG_BYTES = 512 << 10

@@ -18,8 +18,8 @@ demo:  ## Create .venv, once, and run the quickstart job; begin here.
 	@scripts/demo
 
 test: env lint  ## Run lint, type checks, import contracts, the tests without engines, and the most important with engines.
-	$(VENV)/pytest $(PARALLEL) 4 --seconds-per-test 15 -m "not (engine or serial or slow or nightly)"
-	$(VENV)/pytest $(PARALLEL) 2 --seconds-per-test 15 -m "engine and not (serial or slow or nightly)"
+	$(VENV)/pytest $(PARALLEL) 4 -m "not (engine or serial or slow or nightly)"
+	$(VENV)/pytest $(PARALLEL) 2 -m "engine and not (serial or slow or nightly)"
 
 test-slow: env  ## Run the tests that make test leaves out, except for those of test-nightly.
 	$(VENV)/pytest $(PARALLEL) 2 -m "slow and not (serial or nightly)"

@@ -7,8 +7,7 @@ import gc
 import inspect
 import os
 import re
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the limit that ``make test`` sets."""
-    parser.addoption("--seconds-per-test", type=float, help="fail tests that take longer, contention for CPUs aside")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine function, for at most two minutes."""
@@ -77,30 +71,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 120))
     return True
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test that takes longer than ``--seconds-per-test``.
-
-    Time while some process of the machine waited for a CPU does not count, so that a busy machine fails no test.
-    """
-    limit = item.config.getoption("--seconds-per-test")
-    started = _uncontended_seconds()
-    result = yield
-    took = _uncontended_seconds() - started
-    if limit is not None and took > limit:
-        pytest.fail(f"took {took:.0f} s; make it shorter, or mark it as slow (limit: {limit:.0f} s)", pytrace=False)
-    return result
-
-
-def _uncontended_seconds() -> float:
-    """Return a clock that stands still while processes wait for a CPU, if Linux tells (pressure stall information)."""
-    try:
-        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
-    except OSError:
-        return time.monotonic()
-    return time.monotonic() - int(some.rpartition("total=")[2]) / 1e6
 
 
 @pytest.fixture(scope="module", autouse=True)

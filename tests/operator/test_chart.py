@@ -177,24 +177,33 @@ def test_the_policy_for_pod_templates_needs_a_release_that_has_it() -> None:
     assert "admissionPolicy.restrictPodTemplates needs Kubernetes 1.30" in process.stderr
 
 
-def paths_of_templates(schema: Any, path: str = "") -> set[str]:
-    """Return the paths of the pod templates in the schema of a custom resource."""
+def paths_of_fields(schema: Any, pattern: str, path: str = "") -> set[str]:
+    """Return the paths of the fields with a matching name in the schema of a custom resource."""
     found = set()
     for name, field in schema.get("properties", {}).items():
         field_path = f"{path}.{name}".lstrip(".")
-        found |= {field_path} if name == "podTemplate" else paths_of_templates(field, field_path)
+        found |= {field_path} if re.fullmatch(pattern, name) else paths_of_fields(field, pattern, field_path)
     return found
 
 
-def test_the_policy_checks_all_pod_templates() -> None:
+def test_the_policy_checks_all_pod_templates_and_names_of_secrets() -> None:
     policy = (CHART / "files" / "pod-template-policy.yaml").read_text()
-    paths = set()
+    paths, secrets = set(), set()
     for plural in ("rolloutjobs", "rolloutruntimes"):
         assert plural in policy
         crd = yaml.safe_load((ROOT / "crds" / f"{plural}.das.rollout.dev.yaml").read_text())
         for version in crd["spec"]["versions"]:
-            paths |= paths_of_templates(version["schema"]["openAPIV3Schema"])
-    assert paths == set(re.findall(r"'path': dyn\('([\w.]+podTemplate)'\)", policy))
+            schema = {"properties": {"spec": version["schema"]["openAPIV3Schema"]["properties"]["spec"]}}
+            paths |= paths_of_fields(schema, "podTemplate")
+            secrets |= paths_of_fields(schema, "secretKeyRef|.*Secret(Ref|Name)")
+    assert secrets == {
+        path.replace("?", "")
+        for path in re.findall(r"object\.(spec[.?\w]+Secret(?:Ref|Name)|spec[.?\w]+secretKeyRef)", policy)
+    }
+    parts = re.findall(r"\['head', .*?\]", policy)
+    assert 2 == len(parts)
+    for part in parts:
+        assert paths == {f"spec.{name}.podTemplate" for name in re.findall(r"\w+", part)}
 
 
 def test_people_get_access_through_the_aggregated_roles_on_request() -> None:

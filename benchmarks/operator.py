@@ -31,68 +31,24 @@ from urllib.parse import parse_qs, urlsplit
 
 import kopf
 import psutil
-from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kubernetes_api import KubernetesApi, owned_kinds
 from rollout_operator.cluster.object_cache import JobKey, ObjectCache
 
 from benchmarks.figures import Figure, quantile, report
-from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
-from rollout_head.coordinator.status_server import StatusServer
-from rollout_store.job import EngineReport
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
+from tests.support.cluster.heads import Heads
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
-from tests.support.job_status import job_status
 from tests.support.waiting import wait_for
 
-HEAD_PORT = 8080
-"""Port of every head's status."""
 MEASURED_S = 60.0
 """Seconds over which CPU time is averaged."""
 SETTLE_S = 10.0
 """Seconds between the last job's change of state and the measurement with running jobs."""
-LABELS = {"source": ("history", "siblings", "self", "pool"), "position": [*map(str, range(1, 16)), "16+"]}
-"""Values of the labels of engines' counters."""
 CAPACITY = {"cpu": "4000", "memory": "64Ti", "pods": "4000", "nvidia.com/gpu": "4000"}
-
-
-class Heads(StatusServer):
-    """Serves the status of every head, with the counters and names of real engines."""
-
-    def __init__(self, num_engines: int) -> None:
-        reports = {
-            f"math-worker-{number // 8}/0/{number % 8}/{number:032x}": EngineReport(
-                f"math-worker-{number // 8}/engine-{number % 8}",
-                worker=f"math-worker-{number // 8}/0",
-                max_running=128,
-                counters=dict.fromkeys(ENGINE_METRICS, 123456.789),
-                labeled_counters={
-                    name: dict.fromkeys(LABELS[label], 123456) for name, (label, _) in LABELED_ENGINE_METRICS.items()
-                },
-            )
-            for number in range(num_engines)
-        }
-        self._builder = job_status(reports)
-        super().__init__(self._builder)
-        self.reads = 0
-        """Number of requests so far."""
-        loop = asyncio.new_event_loop()
-        # Every virtual node has an address of its own in 127.0.0.0/8.
-        loop.run_until_complete(self.start("0.0.0.0", HEAD_PORT))  # noqa: S104
-        threading.Thread(target=loop.run_until_complete, args=(self._update(),), daemon=True).start()
-
-    async def _update(self) -> None:
-        while True:
-            done = int(time.time())
-            self._builder.update({"rollouts": done, "decoding_steps": done, "accepted_tokens": done}, {}, {})
-            await asyncio.sleep(1.0)
-
-    async def _status(self, request: web.Request) -> web.Response:
-        self.reads += 1
-        return await super()._status(request)
 
 
 class OperatorBenchmark:
@@ -435,7 +391,8 @@ def main() -> None:
         report(options.json, compare_watches(options.jobs), jobs=options.jobs)
         return
     with tempfile.TemporaryDirectory() as directory:
-        benchmark = OperatorBenchmark(Path(directory), options.jobs, options.running, Heads(options.engines))
+        heads = Heads(options.engines, "0.0.0.0")  # noqa: S104
+        benchmark = OperatorBenchmark(Path(directory), options.jobs, options.running, heads)
         try:
             figures, details = benchmark.run()
         finally:

@@ -41,7 +41,9 @@ def test_an_upgrade_and_a_rollback_leave_running_jobs_alone(cluster: RealCluster
     password = cluster.secret(f"{RELEASE}-redis-admin", "password")
 
     changes = ["--set=operator.logLevel=debug", "--set=operator.replicas=1"]
-    cluster.helm("upgrade", RELEASE, str(cluster.chart()), "--reuse-values", "--wait", "--timeout=5m", *changes)
+    cluster.helm(
+        "upgrade", RELEASE, str(cluster.chart()), "--reset-then-reuse-values", "--wait", "--timeout=5m", *changes
+    )
     operator = cluster.get("deployment", f"{RELEASE}-operator")
     assert 1 == operator["spec"]["replicas"] == operator["status"]["readyReplicas"]
     assert (pods, servers) == (uids(cluster, job), uids(cluster, redis))

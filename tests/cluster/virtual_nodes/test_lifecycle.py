@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from rollout_operator.objects.observed import STATUS_PERIOD_S
 
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.heads import Heads
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess, running_operator
 from tests.support.cluster.virtual_nodes import CAPACITY, VirtualNodes
@@ -84,6 +86,42 @@ def test_a_job_gets_pods_on_h100_nodes_and_its_objects(jobs: Jobs, nodes: Virtua
     assert job["metadata"]["uid"] == connection["uid"] == job["status"]["connection"]["uid"]
     assert {"secretName": "rollout-redis", "secretKey": "url"}.items() <= connection.items()
     assert "Starting" == job["status"]["state"]
+
+
+@pytest.fixture
+def network() -> str:
+    """A random network of this machine: the port of heads is fixed, and other test runs may use it."""
+    return f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
+
+
+def test_a_job_with_64_engines_runs_and_succeeds(
+    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes, network: str
+) -> None:
+    labels = {"test": "engines"}
+    head_node = VirtualNodes(
+        cluster.client(), 1, labels={"test": "head"}, prefix="head", address=lambda _: f"{network}.1"
+    )
+    gpu_nodes = VirtualNodes(cluster.client(), 8, labels=labels, prefix="engines")
+    Heads(64, f"{network}.1")
+    head_node.start()
+    gpu_nodes.start()
+    try:
+        jobs.create(
+            "engines",
+            head={"nodeSelector": {"test": "head"}},
+            workers={"replicas": 8, "gpusPerWorker": 8, "accelerator": None, "nodeSelector": labels},
+        )
+        jobs.wait_for_running("engines", 9)
+        jobs.wait_for_state("engines", "Running")
+        assert ("True", "EngineRunning") == jobs.condition("engines", "EngineReady")
+        workers = jobs.pods("engines", names.WORKER).values()
+        assert 8 == len({pod.spec.node_name for pod in workers})
+        nodes.terminate_pod(jobs.namespace, "engines-head")
+        jobs.wait_for_state("engines", "Succeeded")
+        jobs.wait(lambda: not jobs.running("engines"))
+    finally:
+        head_node.stop()
+        gpu_nodes.stop()
 
 
 def test_a_job_that_needs_too_many_gpus_reports_the_message_of_the_scheduler(jobs: Jobs, nodes: VirtualNodes) -> None:

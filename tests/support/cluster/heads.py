@@ -1,0 +1,54 @@
+"""The status of heads whose pods run on virtual nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from aiohttp import web
+from rollout_operator.objects import names
+
+from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
+from rollout_head.coordinator.status_server import StatusServer
+from rollout_store.job import EngineReport
+from tests.support.job_status import job_status
+
+_LABELS = {"source": ("history", "siblings", "self", "pool"), "position": [*map(str, range(1, 16)), "16+"]}
+"""Values of the labels of engines' counters."""
+
+
+class Heads(StatusServer):
+    """Serves one status for every head, with the counters and names of engines on workers with eight each."""
+
+    def __init__(self, num_engines: int, host: str) -> None:
+        """Serve it at *host*, an address of this machine; ``0.0.0.0`` for all of 127.0.0.0/8."""
+        reports = {
+            f"math-worker-{number // 8}/0/{number % 8}/{number:032x}": EngineReport(
+                f"math-worker-{number // 8}/engine-{number % 8}",
+                worker=f"math-worker-{number // 8}/0",
+                max_running=128,
+                counters=dict.fromkeys(ENGINE_METRICS, 123456.789),
+                labeled_counters={
+                    name: dict.fromkeys(_LABELS[label], 123456) for name, (label, _) in LABELED_ENGINE_METRICS.items()
+                },
+            )
+            for number in range(num_engines)
+        }
+        self._builder = job_status(reports)
+        super().__init__(self._builder)
+        self.reads = 0
+        """Number of requests so far."""
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(self.start(host, names.HTTP_PORT))
+        threading.Thread(target=loop.run_until_complete, args=(self._update(),), daemon=True).start()
+
+    async def _update(self) -> None:
+        while True:
+            done = int(time.time())
+            self._builder.update({"rollouts": done, "decoding_steps": done, "accepted_tokens": done}, {}, {})
+            await asyncio.sleep(1.0)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self.reads += 1
+        return await super()._status(request)

@@ -204,7 +204,7 @@ def serving(
 
     thread = threading.Thread(target=run_and_record, daemon=True)
     thread.start()
-    wait_for(lambda: errors or (servers and servers[0].started), 60)
+    wait_for(lambda: errors or (servers and servers[0].started), 300)
     if errors:
         raise errors[0]
     port = servers[0].servers[0].sockets[0].getsockname()[1]

@@ -8,7 +8,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.cluster.apply import execute
 from rollout_operator.cluster.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.cluster.object_cache import ObjectCache
-from rollout_operator.objects.observed import HeadStatus
+from rollout_operator.objects.observed import HeadStatus, format_timestamp
 from rollout_operator.planning.actions import Create, DeletePod
 from rollout_operator.planning.plan import plan
 
@@ -56,6 +56,20 @@ async def test_a_status_that_the_api_server_rejects_does_not_stand_before_deleti
     finally:
         await api.close()
         await runner.cleanup()
+
+
+def test_progress_of_a_young_job_is_written_whenever_it_is_read() -> None:
+    cluster = running_job()
+    cluster.job["metadata"]["creationTimestamp"] = format_timestamp(cluster.now)
+    written = []
+    for _ in range(12):
+        cluster.now += 10
+        cluster.head = HeadStatus.model_validate(cluster.head.model_dump() | {"done": cluster.head.done + 1})
+        planned = cluster.plan()
+        written.append(planned.status is not None)
+        cluster.execute(planned)
+    assert all(written[:6])
+    assert not all(written[6:])
 
 
 def test_progress_alone_is_written_once_a_minute_and_anything_else_at_once() -> None:

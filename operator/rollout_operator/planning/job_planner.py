@@ -61,11 +61,13 @@ from rollout_operator.planning.teardown import (
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
 _PROGRESS_PERIOD_S = 60.0
-"""Seconds between two writes of a status of which only the progress has changed.
+"""Seconds between two writes of a status of which only the progress has changed; fewer if the job is young.
 
 Each write costs a transaction of etcd, and is sent to everyone who watches jobs. Nothing acts on the progress in the
 status: autoscaling uses the head's own status, and metrics and ``rollout top`` show each second.
 """
+_PROGRESS_SHARE = 1 / 6
+"""The same as a share of the job's age, so that ``kubectl get --watch`` shows the progress of a short job, too."""
 _MAX_ENVIRONMENT_MESSAGE = 600
 """Maximum length of texts about an environment's errors; the rest is cut."""
 
@@ -119,7 +121,9 @@ class JobPlanner:
     def _differs_in_recent_progress(self, status: Manifest) -> bool:
         """Return whether a status contains nothing new but progress, which was written a short while ago."""
         written = parse_timestamp(self.observed.status.get("progress", {}).get("lastUpdateTime"))
-        if written is None or not 0 <= self.observed.now - written < _PROGRESS_PERIOD_S:
+        created = parse_timestamp(self.observed.metadata.get("creationTimestamp")) or 0.0
+        period = min(_PROGRESS_PERIOD_S, _PROGRESS_SHARE * (self.observed.now - created))
+        if written is None or not 0 <= self.observed.now - written < period:
             return False
         return _without_progress(status) == _without_progress(self.observed.status)
 

@@ -391,7 +391,7 @@ def main() -> None:
         report(options.json, compare_watches(options.jobs), jobs=options.jobs)
         return
     with tempfile.TemporaryDirectory() as directory:
-        heads = Heads(options.engines, "0.0.0.0")  # noqa: S104
+        heads = Heads(options.engines, "0.0.0.0")  # noqa: S104 (pods of virtual nodes have addresses in 127.0.0.0/8)
         benchmark = OperatorBenchmark(Path(directory), options.jobs, options.running, heads)
         try:
             figures, details = benchmark.run()

@@ -91,7 +91,7 @@ def test_each_call_has_its_own_outcome_whatever_the_others_do(start: Start) -> N
     assert 4 == supervisor.restarts  # a call that has ended the process is repeated once
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(st.sampled_from(["one", "raise", "none", "die"]), min_size=1, max_size=4), is_async=st.booleans()
 )

@@ -102,7 +102,7 @@ def test_a_job_with_64_engines_runs_and_succeeds(
         cluster.client(), 1, labels={"test": "head"}, prefix="head", address=lambda _: f"{network}.1"
     )
     gpu_nodes = VirtualNodes(cluster.client(), 8, labels=labels, prefix="engines")
-    Heads(64, f"{network}.1")
+    heads = Heads(64, f"{network}.1")
     head_node.start()
     gpu_nodes.start()
     try:
@@ -122,6 +122,7 @@ def test_a_job_with_64_engines_runs_and_succeeds(
     finally:
         head_node.stop()
         gpu_nodes.stop()
+        heads.close()
 
 
 def test_a_job_that_needs_too_many_gpus_reports_the_message_of_the_scheduler(jobs: Jobs, nodes: VirtualNodes) -> None:

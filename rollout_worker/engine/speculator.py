@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from inspect import signature
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_store.arrays import Integers
@@ -297,6 +299,9 @@ class ExactVerification:
     selected them before, in :func:`reduce_to_drafts`, so that the layout that the host has prepared is exact.
     """
 
+    _ADMITTED = (None,) if "copy_admitted_drafts_to_host" in signature(AdaptiveVerificationManager).parameters else ()
+    """Says to vLLM 0.33 that the host's numbers of drafts are exact; vLLM 0.32 expects nothing."""
+
     def __init__(self, query_start_loc: torch.Tensor) -> None:
         self._query_start_loc = query_start_loc
         self._cu_num_logits = torch.empty_like(query_start_loc)
@@ -329,9 +334,7 @@ class ExactVerification:
         self._layout = cu_num_logits_np, int(num_draft_tokens_per_req.sum())
         return num_scheduled_tokens, cu_num_logits_np
 
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         """Return the boundaries of logits and queries on the device, and the number of draft tokens."""
         from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -340,4 +343,4 @@ class ExactVerification:
         (cu_num_logits_np, drafts), self._layout = self._layout, None
         cu_num_logits = self._cu_num_logits[: len(cu_num_logits_np)]
         async_tensor_h2d(cu_num_logits_np, out=cu_num_logits)
-        return cu_num_logits, self._query_start_loc, drafts
+        return cu_num_logits, self._query_start_loc, drafts, *self._ADMITTED

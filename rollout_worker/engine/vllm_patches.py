@@ -1,6 +1,6 @@
 """Patches of the installed vLLM, to be applied in its worker processes.
 
-They were tested with vLLM 0.32 on CPUs, which is also the version for GPUs. Defects are probed where that is possible,
+They were tested with vLLM 0.32 on CPUs. Defects are probed where that is possible,
 and never inferred from a version number.
 """
 

@@ -60,8 +60,8 @@ def check(runner: Any, vllm_config: Any) -> None:
         problem = "keeps the sampled tokens where the host cannot read them (there is no pinned memory)"
     if problem:
         raise EngineError(
-            f"vLLM {__version__} {problem}; install vLLM 0.32.0, or set the environment variable "
-            "VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 model runner"
+            f"vLLM {__version__} {problem}; set the environment variable VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 "
+            "model runner"
         )
 
 

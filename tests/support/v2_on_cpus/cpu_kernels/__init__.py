@@ -124,7 +124,7 @@ def _filter_without_triton() -> None:
     """Let vLLM filter by ``top_k`` and ``top_p`` with torch, as V1 does on CPUs."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    def apply(logits: Any, k: Any, p: Any) -> Any:
+    def apply(logits: Any, k: Any, p: Any, **_: Any) -> Any:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply

@@ -4,7 +4,7 @@ NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
-V2 := PYTHONPATH=$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
+V2 = PYTHONPATH=$(if $(VLLM),$(CURDIR)/.venv/vllm-$(VLLM):)$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 # Tests of a file, and tests that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --no-loadscope-reorder --numprocesses
 
@@ -25,9 +25,16 @@ test-slow: env  ## Run the tests that make test leaves out, except for those of 
 	$(VENV)/pytest $(PARALLEL) 2 -m "slow and not (serial or nightly)"
 	$(VENV)/pytest -m "serial and not nightly"
 	$(MAKE) test-v2
+	$(MAKE) test-next
 
 test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine
+
+test-next: VLLM := 0.33.0
+test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py -k "greedy and graphs or openai"
+test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU build (VLLM, TESTS: pytest's arguments).
+	scripts/get-vllm $(VLLM)
+	[ ! -d .venv/vllm-$(VLLM) ] || $(V2) $(VENV)/pytest $(TESTS)
 
 test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutorials, several machines, a long chaos run.
 	$(VENV)/pytest -m nightly
@@ -102,5 +109,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
-.PHONY: help env demo test test-slow test-v2 test-nightly test-chaos kubernetes images image-check test-cluster test-native lint format \
+.PHONY: help env demo test test-slow test-v2 test-next test-nightly test-chaos kubernetes images image-check test-cluster test-native lint format \
 	generate docs docs-serve wheels chart docker-images release-check set-version clean

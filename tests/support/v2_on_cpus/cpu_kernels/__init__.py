@@ -1,10 +1,10 @@
 """NumPy implementations of the Triton kernels that a step of vLLM's V2 model runner launches, for CPUs.
 
 On CPUs, V2 runs its kernels in Triton's interpreter, where a step takes several tenths of a second. These
-implementations give the same results; uniform random numbers are equal bit for bit. They were written for vLLM 0.32,
-and :func:`register` hands them to ``vllm.triton_utils.dispatcher``. Whatever is not in :func:`kernels` stays in the
-interpreter: grammars, bad words, log-probabilities of requested tokens, and drafters with models. So do the modes of a
-kernel that an implementation here lacks.
+implementations give the same results; uniform random numbers are equal bit for bit. They were written for vLLM 0.32
+and 0.33, and :func:`register` hands them to ``vllm.triton_utils.dispatcher``. Whatever is not in :func:`kernels` stays
+in the interpreter: grammars, bad words, log-probabilities of requested tokens, and drafters with models. So do the
+modes of a kernel that an implementation here lacks.
 
 vLLM finds the plugin :func:`install` if the folder that contains this package is on ``PYTHONPATH``.
 
@@ -27,6 +27,22 @@ Kernel = Callable[..., Grid | None]
 """Takes a kernel's arguments by position. Returns None, or, if it does not support them, the grid of the original."""
 
 _PREFIX = "vllm.v1.worker.gpu."
+_ANY = object()
+_UNUSED = {
+    "draft_tokens_ptr": None,
+    "draft_tokens_out_ptr": None,
+    "num_draft_tokens": 0,
+    "num_computed_tokens_ptr": _ANY,
+    "sliding_window_reach_ptr": _ANY,
+    "block_sizes_ptr": _ANY,
+    "MASK_SLIDING_WINDOW": False,
+    "num_logits": _ANY,
+    "num_speculative_steps": _ANY,
+    "fly_entropy_ptr": None,
+    "fly_entropy_threshold": _ANY,
+    "FLY_WINDOW_SIZE": 0,
+}
+"""Parameters of one of the two versions that an implementation may lack, and the only value that it supports."""
 
 
 class KernelReplacement:
@@ -34,10 +50,15 @@ class KernelReplacement:
 
     def __init__(self, kernel: Kernel, original: Any) -> None:
         self.kernel, self.original = kernel, original
+        self._parameters = signature(kernel).parameters
 
     def __call__(self, *args: Any, num_warps: int | None = None, **kwargs: Any) -> None:
         """Launch the kernel. Its grid is known from its arguments; *num_warps* has no meaning on CPUs."""
-        grid = self.kernel(*args, **kwargs)
+        named = dict(zip(self.original.arg_names, args, strict=False)) | kwargs
+        for name in named.keys() - self._parameters.keys():
+            value = named.pop(name)
+            assert _UNUSED[name] in (_ANY, value), f"there is no implementation for {name}={value}"
+        grid = self.kernel(**named)
         if grid is not None:
             self.original[grid](*args, **kwargs)
 
@@ -95,7 +116,8 @@ def register() -> None:
         original = _find(name)
         if original is None:
             continue
-        expected, parameters = list(original.arg_names), list(signature(kernel).parameters)
+        parameters = list(signature(kernel).parameters)
+        expected = [name for name in original.arg_names if name in parameters or name not in _UNUSED]
         if expected == parameters:
             replacements[name] = KernelReplacement(kernel, original)
         else:

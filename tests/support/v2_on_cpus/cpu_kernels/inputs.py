@@ -1,4 +1,4 @@
-"""Kernels that lay out a step and update the requests after it, in vLLM 0.32.
+"""Kernels that lay out a step and update the requests after it, in vLLM 0.32 and 0.33.
 
 These are the kernels of ``input_batch.py``, ``block_table.py`` and ``buffer_utils.py`` in ``vllm/v1/worker/gpu``. The
 block tables of all groups of layers are passed as a tensor of addresses.

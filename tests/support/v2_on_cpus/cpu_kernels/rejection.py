@@ -1,4 +1,4 @@
-"""Kernels that verify drafts: ``spec_decode/rejection_sampler.py`` and ``rejection_sampler_utils.py`` of vLLM 0.32.
+"""Kernels that verify drafts: ``spec_decode/rejection_sampler.py`` and ``rejection_sampler_utils.py`` of vLLM.
 
 Supported are drafts without logits, whose tokens are accepted with their probability. Drafts with logits, verification
 of blocks, synthetic acceptance rates, watermarks and noise of 64 bits run in the interpreter.
@@ -59,7 +59,6 @@ def compute_local_logits_stats(
     expanded_local_pos_ptr: Tensor,
     temp_ptr: Tensor,
     vocab_size: int,
-    num_speculative_steps: int,
     BLOCK_SIZE: int,
     HAS_DRAFT_LOGITS: bool,
 ) -> Grid | None:
@@ -69,7 +68,8 @@ def compute_local_logits_stats(
     """
     if HAS_DRAFT_LOGITS:
         return tuple(target_local_argmax_ptr.shape)
-    rows = np.flatnonzero(expanded_local_pos_ptr.numpy() < num_speculative_steps)
+    # A request's last row verifies no draft; the next row is the first one of the next request.
+    rows = np.flatnonzero(expanded_local_pos_ptr.numpy()[1 : len(target_local_argmax_ptr)])
     values = float32(target_logits_ptr)[rows, :vocab_size]
     store_block_maxima(values, BLOCK_SIZE, rows, target_local_argmax_ptr, target_local_max_ptr)
     is_random = temp_ptr.numpy()[expanded_idx_mapping_ptr.numpy()[rows]] != 0

@@ -1,4 +1,4 @@
-"""Kernels that change logits, sample tokens without drafts and compute log-probabilities, in vLLM 0.32.
+"""Kernels that change logits, sample tokens without drafts and compute log-probabilities, in vLLM 0.32 and 0.33.
 
 These are the kernels of ``vllm/v1/worker/gpu/sample``. The samplers pass a float32 copy of the model's logits; other
 types run in the interpreter. The random number generators return the same numbers as V2's for the same seeds and

@@ -29,9 +29,6 @@ Kernel = Callable[..., Grid | None]
 _PREFIX = "vllm.v1.worker.gpu."
 _ANY = object()
 _UNUSED = {
-    "draft_tokens_ptr": None,
-    "draft_tokens_out_ptr": None,
-    "num_draft_tokens": 0,
     "num_computed_tokens_ptr": _ANY,
     "sliding_window_reach_ptr": _ANY,
     "block_sizes_ptr": _ANY,
@@ -116,8 +113,9 @@ def register() -> None:
         original = _find(name)
         if original is None:
             continue
-        parameters = list(signature(kernel).parameters)
-        expected = [name for name in original.arg_names if name in parameters or name not in _UNUSED]
+        names, own = original.arg_names, signature(kernel).parameters
+        expected = [name for name in names if name in own or name not in _UNUSED]
+        parameters = [name for name, one in own.items() if name in names or one.default is one.empty]
         if expected == parameters:
             replacements[name] = KernelReplacement(kernel, original)
         else:

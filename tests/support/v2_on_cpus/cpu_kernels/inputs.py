@@ -137,11 +137,16 @@ def post_update(
     all_token_ids_ptr: Tensor,
     all_token_ids_stride: int,
     total_len_ptr: Tensor,
+    draft_tokens_ptr: Tensor | None = None,
+    draft_tokens_out_ptr: Tensor | None = None,
+    num_draft_tokens: int = 0,
 ) -> None:
-    """Append the sampled tokens to their requests (``_post_update_kernel``)."""
+    """Append the sampled tokens to their requests, and store their drafts (``_post_update_kernel``)."""
     mapping = idx_mapping_ptr.numpy()
     rows = np.flatnonzero(mapping >= 0)
     requests = mapping[rows]
+    if draft_tokens_ptr is not None and draft_tokens_out_ptr is not None:  # vLLM 0.33
+        draft_tokens_out_ptr.numpy()[requests] = draft_tokens_ptr.numpy()[rows]
     num_sampled, sampled = num_sampled_ptr.numpy()[rows], sampled_tokens_ptr.numpy()
     total_len = total_len_ptr.numpy()
 

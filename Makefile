@@ -31,7 +31,8 @@ test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interp
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine
 
 test-next: VLLM := 0.33.0
-test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py -k "greedy and graphs or openai"
+test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py \
+	-k "greedy or exact and graphs or openai"
 test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU build (VLLM, TESTS: pytest's arguments).
 	scripts/get-vllm $(VLLM)
 	[ ! -d .venv/vllm-$(VLLM) ] || $(V2) $(VENV)/pytest $(TESTS)

@@ -50,8 +50,8 @@ _VLLM_SETTINGS: dict[str, dict[str, Any]] = {
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFT}},
 }
 MODES = (*_VLLM_SETTINGS, "das")
-_V1_MODES = ("none-v1-sync", "ngram", "suffix")
-"""Modes of vLLM's first model runner, since the second one (V2) does not have them."""
+_V1_MODES = ("none-v1-sync", "suffix")
+"""Modes of vLLM's first model runner, since the second one (V2) does not have them. On CPUs, so is ``ngram``."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """The type of an engine's weights; see ``EngineSpec``."""
 UNGOVERNED = "das-ungoverned"
@@ -382,6 +382,8 @@ def engine_config(
         "worker_extension_cls": _FORCED_ENGINE,
         **_VLLM_SETTINGS.get(mode, {}),
     }
+    if mode == "ngram" and torch.cuda.is_available():  # with the other name, vLLM schedules synchronously
+        overrides["speculative_config"] = {**overrides["speculative_config"], "method": "ngram_gpu"}
     if not any(model.glob("*.safetensors")):
         overrides["load_format"] = "dummy"
     drafting = None
@@ -396,12 +398,12 @@ def engine_config(
 
 
 @contextmanager
-def _model_runner(mode: str) -> Iterator[None]:
+def model_runner(mode: str) -> Iterator[None]:
     """Let the engine of a mode use V1 if it must, and otherwise the model runner that the environment selects.
 
     On CPUs, V1 does not use Triton, so that its processes must not find the interpreter that V2 needs.
     """
-    if mode not in _V1_MODES:
+    if mode not in _V1_MODES and (mode != "ngram" or torch.cuda.is_available()):
         yield
         return
     environment, path = dict(os.environ), list(sys.path)
@@ -435,7 +437,7 @@ async def start_engines(
         engines = {}
         for mode in modes:
             config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager, dtype=dtype)
-            with _model_runner(mode):
+            with model_runner(mode):
                 engine = engines[mode] = await Engine.start(config)
             stack.callback(engine.close)
             await _call(engine, "bench_install")

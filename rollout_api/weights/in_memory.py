@@ -123,6 +123,7 @@ class TensorsInMemory:
             world_size: number of the engines' processes, and one.
 
         Raises:
+            WeightsError: this process cannot use NCCL, which the tensors need.
             Exception: what *client* raises, or a RuntimeError if engines are missing.
         """
         self.disconnect()
@@ -137,6 +138,7 @@ class TensorsInMemory:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+        check_nccl()
         with self._on_device():
             self._sender = WeightTransferTrainerFactory.trainer_init(
                 NCCLTrainerInitInfo(host, port, world_size, rank=0), client=self._client, source=source
@@ -292,6 +294,32 @@ def checkpoint_pieces(model: Any, name: str, parameter: Any) -> Iterable[tuple[s
 
     pieces: dict[str, Any] = revert_weight_conversion(model, {name: parameter})
     return pieces.items()
+
+
+def check_nccl() -> None:
+    """Check that vLLM's communicator works in this process.
+
+    Otherwise, vLLM (seen in 0.32) creates one whose broadcasts return at once. An engine would then serve what happened
+    to be in its memory, and the trainer would take the weights for published.
+
+    Raises:
+        WeightsError: it does not work. The message says why.
+    """
+    from vllm import envs
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    if envs.VLLM_DISABLE_PYNCCL:
+        raise WeightsError(
+            f"VLLM_DISABLE_PYNCCL disables NCCL on {socket.gethostname()}, so that no weights can be sent or received "
+            "there; unset the environment variable, or publish the weights as files"
+        )
+    try:
+        NCCLLibrary()
+    except Exception as error:
+        raise WeightsError(
+            f"the NCCL library cannot be loaded on {socket.gethostname()} ({error}); install it, name its file in "
+            "VLLM_NCCL_SO_PATH, or publish the weights as files"
+        ) from error
 
 
 def _reader(tensors: NamedTensors) -> Callable[[], Iterable[tuple[str, Any]]]:

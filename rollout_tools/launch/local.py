@@ -33,6 +33,7 @@ from rollout_store.job.engines import EngineError
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
+from rollout_store.runtime.control_groups import usable_cores
 from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from rollout_store.runtime.output import logging_to_file
 from rollout_tools.launch.job_state import (
@@ -322,7 +323,7 @@ def _engine_overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:
 def _check_machine(job: RolloutJob, options: RunOptions) -> None:
     """Reject a worker that is larger than this machine, and settings that only a cluster can fulfil."""
     requested = job.spec.workers.resources
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     errors = []
     for field, is_set in (("urlFrom", job.spec.redis.url_from is not None), ("managed", job.spec.redis.managed)):
@@ -333,7 +334,7 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
         message = "the job is suspended; set this to false to run it here"
         errors.append(FieldError("spec.lifecycle.suspend", message))
     if requested.cpu and parse_quantity(requested.cpu) > cores:
-        message = f"{requested.cpu} cores are requested, but this machine has {cores}"
+        message = f"{requested.cpu} cores are requested, but this machine has {cores:g}"
         errors.append(FieldError("spec.workers.resources.cpu", message))
     if requested.memory and parse_quantity(requested.memory) > memory:
         message = f"{requested.memory} is requested, but this machine has {memory / 2**30:.1f}Gi"

@@ -19,12 +19,9 @@ from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
 from rollout_worker.engine.sampling_params import MAX_KEPT_WIDTH
 from rollout_worker.engine.vllm_version import check_vllm
 
-_MAX_DEFAULT_PLACES = 2048
-"""vLLM's own limit of a step is kept up to this many places for drafts and the tokens after them, of all responses."""
-_MIN_SCHEDULED_TOKENS = 8192
-"""Tokens that a step schedules at least if there are more places. This is vLLM's own default on data center GPUs."""
-_PROMPT_TOKENS_BESIDE_PLACES = 4096
-"""Tokens of prompts that such a step can read while all places are planned."""
+_PROMPT_TOKENS_BESIDE_PLACES = 8192
+"""Tokens of prompts that a step can read while all places for drafts are planned; the whole step of ``vllm serve`` on
+an H100."""
 _DEFAULT_CUDA_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 _MAX_CUDA_GRAPH_TOKENS = 2048
@@ -152,11 +149,12 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             "num_speculative_tokens": config.drafting.max_draft_tokens,
         }
         settings["worker_extension_cls"] = f"{_EXTENSIONS}.DraftingExtension"
-        if tokens := scheduled_tokens(spec.max_num_seqs, config.drafting.max_draft_tokens):
-            settings["max_num_batched_tokens"] = tokens
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
-    if config.cpu and config.ranks == 1:
+    if not config.cpu:
+        draft_tokens = 0 if config.drafting is None else config.drafting.max_draft_tokens
+        settings["max_num_batched_tokens"] = scheduled_tokens(spec.max_num_seqs, draft_tokens)
+    elif config.ranks == 1:
         # vLLM would run the model in a process of its own, which takes seconds to start, and each step would take
         # two messages to it. vLLM does so in order to set OMP_NUM_THREADS, which engine_environment has set already.
         settings["distributed_executor_backend"] = _IN_CORE_PROCESS
@@ -171,16 +169,14 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     return settings | spec.extra_args | config.overrides
 
 
-def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
-    """Return how many tokens a step must be able to schedule; None if vLLM's default is sufficient.
+def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int:
+    """Return how many tokens a step on a GPU can schedule.
 
-    V2's scheduler plans places for the longest drafts before it knows the drafts. If these exceeded the limit, it would
-    leave out responses, although their drafts are mostly shorter.
+    V2's scheduler plans places for the longest drafts before it knows the drafts. If the limit were smaller, they would
+    leave little of a step for prompts, or leave out responses, although their drafts are mostly shorter. vLLM's default
+    for an engine that a program starts is 2,048 on every GPU.
     """
-    places = max_num_seqs * (1 + max_draft_tokens)
-    if places <= _MAX_DEFAULT_PLACES:
-        return None
-    return max(_MIN_SCHEDULED_TOKENS, places + _PROMPT_TOKENS_BESIDE_PLACES)
+    return max_num_seqs * (1 + max_draft_tokens) + _PROMPT_TOKENS_BESIDE_PLACES
 
 
 def _cuda_graph_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
@@ -279,7 +275,8 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # On GPUs, vLLM tells the attention backend, the mode of CUDA graphs and the size of the KV cache at this level.
+        "VLLM_LOGGING_LEVEL": "ERROR" if config.cpu else "INFO",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_LOGS": "-torch._library.triton",  # errors only: it warns that Triton is missing, which CPUs do not need
         # vLLM causes both kinds of warnings: by how it uses torch, and by killing processes that end slowly before
@@ -299,6 +296,8 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
         # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").
         defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Without this, vLLM would use V1, which waits for each step, if V2 lacks anything. With it, vLLM refuses.
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     variables: dict[str, str] = {}
     compiled = inherited.get("VLLM_CACHE_ROOT")
     if compiled is not None and not _is_writable(Path(compiled)):

@@ -117,6 +117,8 @@ class Engine:
         except Exception as error:  # arguments of wrong types cause errors of any type
             extra = f" and engine.extraArgs {', '.join(config.spec.extra_args)}" if config.spec.extra_args else ""
             cause = str(error) or type(error).__name__
+            if "Model Runner V2" in cause:
+                cause += "; the environment variable VLLM_USE_V2_MODEL_RUNNER=0 selects V1, which is slower on GPUs"
             raise EngineError(f"vLLM does not start with {config.model}{extra}: {cause}") from error
         engine = cls(llm, config, counters)
         try:

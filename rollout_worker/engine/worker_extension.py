@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -41,6 +42,10 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
 """An engine with fewer cores drafts ahead in one thread; with fewer than three, it does not draft ahead."""
+_SWITCH_INTERVAL_S = 2e-4
+"""Time after which a Python thread gives way to one that waits. The thread that runs the steps waits this long whenever
+it comes back from waiting for the device while another one runs, such as the one that reads the history. Python's
+default is 5 ms, as long as a whole step."""
 
 
 def _returning_errors(method: Callable[..., None]) -> Callable[..., str | None]:
@@ -125,6 +130,10 @@ class EngineExtension:
         """Call vLLM's ``init_weight_transfer_engine``, after releasing the connection to an earlier trainer."""
         self.das_interrupt_timing()
         self.shutdown_weight_transfer_engine()
+        if "nccl" in self.vllm_config.weight_transfer_config.backend:
+            from rollout_api.weights.in_memory import check_nccl
+
+            check_nccl()
         with unpickling_nccl_ids_only():
             self.init_weight_transfer_engine(init_info)
 
@@ -212,6 +221,7 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
 
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if self._das_uses_v2:
             scheduling = self._das_scheduling = self._das_schedule_drafts()
         else:

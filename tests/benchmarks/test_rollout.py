@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
+from vllm.config.speculative import NgramGPUTypes
 
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout import Results, figures_of
@@ -19,11 +22,14 @@ from benchmarks.rollout_runs import (
     ModeRunner,
     RecordedEpochs,
     RecordedGroup,
+    engine_config,
+    model_runner,
     start_engines,
 )
 from rollout_api.redis_client.connection import connect
 from rollout_store.history.store import HistoryStore
 from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
+from rollout_worker.engine.config import vllm_settings
 from rollout_worker.engine.draft_settings import SOURCES
 from tests.support.reference_model import VOCABULARY, make_model
 
@@ -133,3 +139,14 @@ def test_benchmark_resumes_from_its_file_only_with_the_same_settings(tmp_path: P
     assert results.measurements == Results(file, {"modes": ["none"]}, resume=True).measurements
     with pytest.raises(ValueError, match="has other settings"):
         Results(file, {"modes": ["das"]}, resume=True)
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_ngrams_run_at_their_best(monkeypatch: pytest.MonkeyPatch, gpus: bool) -> None:
+    """On GPUs, vLLM has them in V2, and with asynchronous scheduling under one of their two names only."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    settings = vllm_settings(engine_config("ngram", Path("model"), "", max_tokens=64, batch=4, eager=True))
+    assert gpus == (settings["speculative_config"]["method"] in get_args(NgramGPUTypes))
+    with model_runner("ngram"):
+        assert (None if gpus else "0") == os.environ.get("VLLM_USE_V2_MODEL_RUNNER")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from dataclasses import replace
@@ -22,6 +23,7 @@ from rollout_worker.engine.config import (
     vllm_settings,
 )
 from rollout_worker.engine.draft_settings import DraftingConfig
+from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_version import unsupported_text
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
 from tests.support.reference_model import MAX_POSITIONS
@@ -48,6 +50,25 @@ def test_engines_on_gpus_do_not_fork_a_process_that_may_have_used_cuda(model: Pa
     config = engine_config(model)
     assert "spawn" == engine_environment(replace(config, cpu=False), {})["VLLM_WORKER_MULTIPROC_METHOD"]
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in engine_environment(config, {})
+
+
+def test_engines_on_gpus_log_their_attention_backend_cuda_graphs_and_kv_cache(model: Path) -> None:
+    config = engine_config(model)
+    assert "INFO" == engine_environment(replace(config, cpu=False), {})["VLLM_LOGGING_LEVEL"]
+    assert "ERROR" == engine_environment(config, {})["VLLM_LOGGING_LEVEL"]
+
+
+def test_engines_on_gpus_need_v2_unless_the_user_chooses_v1(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V2 cannot run on this machine, which has no Triton."""
+    config = replace(engine_config(model), cpu=False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, os.environ)
+    assert not engine_args(vllm_settings(config)).create_engine_config().use_v2_model_runner
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    for name, value in engine_environment(config, os.environ).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EngineError, match=r"(?s)Model Runner V2 .*VLLM_USE_V2_MODEL_RUNNER=0"):
+        asyncio.run(Engine.start(config))
 
 
 def test_compiled_code_is_kept_elsewhere_if_its_directory_is_not_writable(model: Path, tmp_path: Path) -> None:
@@ -80,14 +101,19 @@ def test_drafting_extends_the_maximum_length_beyond_the_models_positions(
     assert "1" == engine_environment(drafting, {})["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
 
 
-def test_all_responses_can_be_scheduled_with_the_longest_drafts(model: Path, drafting_config: DraftingConfig) -> None:
-    for responses, draft_tokens, expected in ((64, 16, None), (256, 16, 8448), (1024, 16, 21504), (512, 4, 8192)):
-        assert expected == scheduled_tokens(responses, draft_tokens)
-    config = engine_config(model, replace(drafting_config, max_draft_tokens=64))
-    assert 64 * 65 + 4096 == vllm_settings(config)["max_num_batched_tokens"]
-    chosen = config.spec.model_copy(update={"extra_args": {"max_num_batched_tokens": 4096}})
-    assert 4096 == vllm_settings(replace(config, spec=chosen))["max_num_batched_tokens"]
-    assert "max_num_batched_tokens" not in vllm_settings(engine_config(model))
+def test_steps_on_gpus_have_room_for_prompts_beside_the_longest_drafts(
+    model: Path, drafting_config: DraftingConfig
+) -> None:
+    """An engine that a program starts would have 2,048 tokens, of which 119 responses with drafts leave 25."""
+    for responses, draft_tokens in ((1, 0), (119, 16), (1024, 64)):
+        assert 8192 == scheduled_tokens(responses, draft_tokens) - responses * (1 + draft_tokens)
+    plain = replace(engine_config(model), cpu=False)
+    drafting = replace(plain, drafting=replace(drafting_config, max_draft_tokens=16))
+    assert 64 + 8192 == vllm_settings(plain)["max_num_batched_tokens"]
+    assert 64 * 17 + 8192 == vllm_settings(drafting)["max_num_batched_tokens"]
+    chosen = with_engine(drafting, extra_args={"max_num_batched_tokens": 4096})
+    assert 4096 == vllm_settings(chosen)["max_num_batched_tokens"]
+    assert "max_num_batched_tokens" not in vllm_settings(engine_config(model, drafting_config))
 
 
 def test_overrides_take_precedence(model: Path) -> None:
@@ -161,7 +187,8 @@ def test_every_reserved_argument_exists() -> None:
     assert set() == {*reserved.FIELDS, *reserved.REASONS} - arguments
     assert all(any(name.startswith(start) for name in arguments) for start in reserved.PREFIXES)
     own = vllm_settings(replace(engine_config(Path("model")), cpu=False)).keys()
-    assert set() == {name for name in own if reserved.extra_arg_error(name) is None}
+    replaceable = {name for name in own if reserved.extra_arg_error(name) is None}
+    assert {"max_num_batched_tokens"} == replaceable
 
 
 def test_engines_have_different_seeds(model: Path) -> None:

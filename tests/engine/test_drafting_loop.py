@@ -370,6 +370,8 @@ def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
     engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=extension)))
     try:
+        # A step must not wait for the thread that reads the history for as long as Python's default, 5 ms.
+        assert pytest.approx([2e-4]) == loop.run(engine.collective_rpc("test_switch_interval"))
         harness = EngineHarness(engine, loop, history_store)
         sampling = Sampling(n=2, max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
         expected = tokens_of(harness.sample([PROMPT], sampling, "faulty"))

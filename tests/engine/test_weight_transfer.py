@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from safetensors import safe_open
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
+from rollout_api import TensorsInMemory, WeightsError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
 from rollout_api.protocol.messages import UpdateMode
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_patches import load_nccl_id, unpickling_nccl_ids_only
+from rollout_worker.engine.worker_extension import EngineExtension
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT
@@ -134,3 +137,25 @@ def test_nothing_else_is_unpickled(sent: Any) -> None:
     StatelessProcessGroup(rank=0, world_size=2, store=store).broadcast_obj(sent, 0)
     with unpickling_nccl_ids_only(), pytest.raises(pickle.UnpicklingError):
         StatelessProcessGroup(rank=1, world_size=2, store=store).broadcast_obj(None, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({"VLLM_DISABLE_PYNCCL": "1"}, "unset the environment"), ({"VLLM_NCCL_SO_PATH": "/no/nccl.so"}, "/no/nccl.so")],
+)
+def test_no_weights_are_sent_or_received_where_nccl_is_disabled(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    """vLLM's communicator would return at once, and the engine would load memory that nobody has written to."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    called: list[object] = []
+    worker: Any = EngineExtension()
+    worker.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="sparse_nccl"))
+    worker.shutdown_weight_transfer_engine, worker.init_weight_transfer_engine = lambda: None, called.append
+    assert message in (worker.das_init_weight_transfer({}) or "")
+    trainer = TensorsInMemory({"a": torch.zeros(1)}, host="127.0.0.1", device="cuda")
+    client: Any = SimpleNamespace(init_weight_transfer_engine=called.append)
+    with pytest.raises(WeightsError, match=message):
+        trainer.connect(client, 2)
+    assert [] == called

@@ -158,6 +158,17 @@ def test_settings_that_this_machine_cannot_fulfil_are_rejected(
     assert message in result.output.replace("\n", " ")
 
 
+def test_a_worker_that_is_larger_than_the_cpu_limit_is_rejected(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control group limits the time, and the affinity mask does not show it."""
+    monkeypatch.setattr("rollout_store.runtime.control_groups.read_cpu_limit", lambda: 0.5)
+    command.manifest["spec"]["workers"] = {"gpusPerWorker": 0, "resources": {"cpu": "1"}}
+    result = command.run()
+    assert EXIT_MANIFEST == result.exit_code, result.output
+    assert "1 cores are requested, but this machine has 0.5" in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", ["head", "worker"])
 def test_head_and_worker_report_that_the_model_does_not_exist(command: Command, name: str) -> None:
     command.manifest["spec"]["model"] = {"uri": "no/such-model"}

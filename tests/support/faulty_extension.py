@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rollout_worker.engine.worker_extension import DraftingExtension
@@ -18,6 +19,10 @@ class FaultyExtension(DraftingExtension):
     def test_let_new_requests_fail(self, times: int) -> None:
         """Let the interface to vLLM fail when it passes on the next *times* requests."""
         self._let_fail(self._das_loop, "add", times)
+
+    def test_switch_interval(self) -> float:
+        """Return how long a thread of the process that runs the steps keeps the interpreter to itself, in seconds."""
+        return sys.getswitchinterval()
 
     def _let_fail(self, owner: Any, name: str, times: int) -> None:
         remaining = [times]

@@ -483,10 +483,14 @@ def _false_to_off(value: object) -> object:
     return "off" if value is False else value
 
 
+PolicyName = Literal["marginal", "fixed", "unlimited"]
+"""Values of ``speculation.policy`` that draft anything."""
+
+
 class Speculation(ManifestModel):
     """How rollouts are drafted."""
 
-    policy: Annotated[Literal["marginal", "fixed", "unlimited", "off"], BeforeValidator(_false_to_off)] = "marginal"
+    policy: Annotated[Literal[PolicyName, "off"], BeforeValidator(_false_to_off)] = "marginal"
     """Draft policy. marginal drafts a token if it is expected to save the batch more time than verifying it costs.
     fixed drafts maxDraftTokens for every rollout, and unlimited drafts up to 64. With all of these, the governor
     disables drafting that does not pay. off disables drafting; write "off" in quotes, because kubectl reads it as false

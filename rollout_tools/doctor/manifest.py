@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,9 @@ from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_store.models.model_source import ModelError, find_model, load_tokenizer, read_config
 from rollout_tools.doctor.findings import GIB, Finding, error, ok, size_text, warning
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
+from rollout_worker.engine.recurrent_states import read_state_bytes
 
 _DEFAULT_GPU_SHARE = 92
 """Percentage of a GPU's memory that vLLM 0.32 uses by default."""
@@ -30,7 +36,7 @@ class ModelFacts:
     tokenizer_error: str = ""
     """Why its tokenizer cannot be loaded."""
     estimate: MemoryEstimate | None = None
-    """None if it has to be downloaded, or has an unusual configuration."""
+    """None if it has to be downloaded, has an unusual configuration, or has recurrent states of unknown size."""
     missing_roots: Sequence[str] = ()
     """Directories of ``weights.allowedRoots`` that do not exist here."""
 
@@ -103,6 +109,9 @@ def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, m
         f"of {estimate.max_model_len} tokens"
     )
     advice = "reduce engine.maxModelLen"
+    if estimate.states:
+        needed += f", of which its recurrent states take {size_text(estimate.states)}"
+        advice += " or speculation.maxDraftTokens"
     if job.spec.workers.gpus_per_worker == 0:
         cache = int(parse_quantity(engine.kv_cache_memory)) if engine.kv_cache_memory else _DEFAULT_CPU_CACHE
         if estimate.kv_cache_of_longest > cache:
@@ -144,6 +153,7 @@ def read_model(job: RolloutJob, cache: Path) -> ModelFacts:
             gpus=engine.gpus,
             dtype=engine.dtype,
             kv_cache_dtype=engine.kv_cache_dtype,
+            states=_read_states(job, directory),
         )
     except ModelError as failure:
         return ModelFacts(model.uri, None, unusable=str(failure), missing_roots=roots)
@@ -156,6 +166,28 @@ def read_model(job: RolloutJob, cache: Path) -> ModelFacts:
         estimate=estimate,
         missing_roots=roots,
     )
+
+
+_RECURRENT = re.compile(r"conv|hybrid|linear_|mamba|recurrent|rwkv|ssm")
+"""Occurs in the configurations of models with recurrent layers, and rarely in others."""
+
+
+def _read_states(job: RolloutJob, directory: Path) -> int | None:
+    """Return the memory of one rollout's recurrent states; None if only vLLM knows it, and cannot be asked.
+
+    vLLM, which takes ten seconds to import, is not asked about other models.
+    """
+    if _RECURRENT.search(json.dumps(read_config(directory))) is None:
+        return 0
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    speculation, drafting = job.spec.speculation, None
+    if speculation.policy != "off":
+        drafting = DraftingConfig(speculation.policy, speculation.max_draft_tokens, 0, HistoryLocation("", "", "", 1))
+    cpu = job.spec.workers.gpus_per_worker == 0
+    try:
+        return read_state_bytes(EngineConfig(model=directory, spec=job.spec.engine, cpu=cpu, drafting=drafting))
+    except Exception:  # it is not installed, is built for other hardware, or does not know the model
+        return None
 
 
 def _tokenizer_error(directory: Path) -> str:
@@ -178,11 +210,13 @@ class MemoryEstimate:
     weights: int
     kv_cache_per_token: int
     max_model_len: int
+    states: int = 0
+    """Recurrent states of one rollout, with those for its drafts."""
 
     @property
     def kv_cache_of_longest(self) -> int:
         """KV cache of one rollout of the maximum length, without which vLLM does not start."""
-        return self.kv_cache_per_token * self.max_model_len
+        return self.kv_cache_per_token * self.max_model_len + self.states
 
     @property
     def minimum(self) -> int:
@@ -202,6 +236,7 @@ def estimate_memory(
     gpus: int,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    states: int | None = 0,
 ) -> MemoryEstimate | None:
     """Return the estimate for a model; None if its configuration does not have the usual fields.
 
@@ -215,7 +250,10 @@ def estimate_memory(
         gpus: number of GPUs among which the engine divides the model.
         dtype: ``engine.dtype``.
         kv_cache_dtype: ``engine.kvCacheDtype``.
+        states: memory of one rollout's recurrent states on each GPU; None if it is unknown, and with it the estimate.
     """
+    if states is None:
+        return None
     text: Mapping[str, Any] = config.get("text_config") or config
     stored = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
     computed = stored if dtype == "auto" else dtype
@@ -228,7 +266,10 @@ def estimate_memory(
     if stored in _BYTES and "quantization_config" not in config:
         weight_bytes = weight_bytes * _BYTES.get(computed, 2) // _BYTES[stored]
     return MemoryEstimate(
-        weights=weight_bytes // gpus, kv_cache_per_token=layers * values * width // gpus, max_model_len=max_model_len
+        weights=weight_bytes // gpus,
+        kv_cache_per_token=layers * values * width // gpus,
+        max_model_len=max_model_len,
+        states=states,
     )
 
 

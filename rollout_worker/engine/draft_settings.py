@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rollout_api.manifest.spec import PolicyName
 from rollout_api.protocol.messages import DraftMode
-
-if TYPE_CHECKING:
-    from rollout_worker.policy.draft_policy import PolicyName
 
 PROPOSER = "rollout_worker.engine.proposer.HistoryProposer"
 """The class that identifies this drafter in vLLM's speculative configuration; V1 creates an object of it."""

@@ -99,14 +99,18 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: Any, *args: Any) -> None:
-        if not (uses_drafter(self) and self.use_v2_model_runner):
+        if not uses_drafter(self):
             original(self, *args)
             return
-        self.speculative_config.method = _ACCEPTED_METHOD
+        from rollout_worker.engine.recurrent_states import limit_draft_tokens
+
+        if self.use_v2_model_runner:
+            self.speculative_config.method = _ACCEPTED_METHOD
         try:
             original(self, *args)
         finally:
             self.speculative_config.method = _METHOD
+        limit_draft_tokens(self)
 
     return post_init
 

@@ -217,10 +217,12 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
         from rollout_worker.engine.learned_state import LearnedState
+        from rollout_worker.engine.recurrent_states import check_layers
         from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
         from rollout_worker.policy.draft_policy import DraftLimits, make_policy
 
+        check_layers(self.vllm_config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if self._das_uses_v2:
             scheduling = self._das_scheduling = self._das_schedule_drafts()
@@ -240,7 +242,8 @@ class DraftingExtension(EngineExtension):
         model_config = self.model_runner.model_config
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
-        limits = DraftLimits(config.max_draft_tokens, step_tokens)
+        places = self.vllm_config.num_speculative_tokens
+        limits = DraftLimits(places, step_tokens)
         is_cpu = self.device.type == "cpu"
         self._das_controller = DraftController(
             make_policy(config.policy, limits),
@@ -255,7 +258,7 @@ class DraftingExtension(EngineExtension):
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:
-            arrays = EngineArrays.create(self.model_runner.input_batch.token_ids_cpu, config.max_draft_tokens)
+            arrays = EngineArrays.create(self.model_runner.input_batch.token_ids_cpu, places)
         self._das_loop = DraftingLoop(self._das_index, self._das_controller, arrays)
         if self._das_uses_v2:
             scheduling.start(self._das_loop)

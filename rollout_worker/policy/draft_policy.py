@@ -7,17 +7,16 @@ policies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from rollout_api.manifest.spec import PolicyName
 from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.step_cost import StepCost
 
 _RATE_WINDOW_STEPS = 32
 """Number of steps over which a rollout's tokens and draft tokens per step are averaged."""
-PolicyName = Literal["marginal", "fixed", "unlimited"]
-"""Values of ``spec.speculation.policy`` that draft anything."""
 UNLIMITED_DRAFT_TOKENS = 64
 """Maximum draft length under ``unlimited``: no draft of an index is longer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollout_tools.doctor.manifest import (
     read_model,
 )
 from tests.support.manifests import rollout_job
+from tests.support.recurrent_model import qwen3_next
 from tests.support.reference_model import make_model
 
 QWEN3_8B = {
@@ -133,6 +135,29 @@ def test_what_pods_need_is_not_compared_with_this_machine(tmp_path: Path) -> Non
     finding = check(manifest, missing, memory=None)["model"]
     assert Severity.WARNING == finding.severity
     assert "make sure that pods have it" in finding.advice
+
+
+@pytest.mark.parametrize(("policy", "drafts"), [("off", 0), ("marginal", 1)])
+def test_the_recurrent_states_of_a_rollout_and_its_drafts_count(tmp_path: Path, policy: str, drafts: int) -> None:
+    """Qwen3-Next has 36 layers with a state of 2 MiB and some tokens of a convolution each."""
+    qwen3_next(make_model(tmp_path / "model"))
+    manifest = job(
+        model={"uri": str(tmp_path / "model")},
+        engine={"maxModelLen": 32_768, "kvCacheMemory": "32Gi"},
+        speculation={"policy": policy},
+    )
+    found = read_model(manifest, tmp_path)
+    assert found.estimate is not None
+    assert 36 * (2 + drafts) * (2 * 2**20 + (3 + drafts) * 8192 * 2) == found.estimate.states
+    assert "of which its recurrent states take" in check(manifest, found)["memory"].seen
+
+
+def test_there_is_no_estimate_if_only_vllm_knows_the_recurrent_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen3_next(make_model(tmp_path / "model"))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert read_model(job(model={"uri": str(tmp_path / "model")}), tmp_path).estimate is None
 
 
 def test_each_error_of_a_manifest_is_a_finding() -> None:

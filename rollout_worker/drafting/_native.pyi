@@ -179,6 +179,7 @@ class Batch:
         costs: npt.NDArray[np.float64],
         *,
         shortens: bool,
+        uniform_lengths: Sequence[int],
         time_limit_s: float,
         min_gain_s: float,
     ) -> None: ...

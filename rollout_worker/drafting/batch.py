@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,7 @@ class Batch(_native.Batch):
         costs: npt.NDArray[np.float64],
         *,
         shortens: bool = False,
+        uniform_lengths: Sequence[int] = (),
         time_limit_s: float = math.inf,
         min_gain_s: float = -math.inf,
     ) -> None:
@@ -90,6 +92,9 @@ class Batch(_native.Batch):
                 with less value than others are removed first. Tokens whose values differ by less than 3 % may count as
                 equally valuable, and so do those that are worth more than a second. Nothing is removed if no draft
                 gains anything.
+            uniform_lengths: if not empty, the engine verifies the same number of tokens for all requests of a step,
+                with or without a draft: the smallest of these that is not below the length of any draft. The cost
+                is that of all these tokens, and `shortens` chooses the one of these lengths that gains most.
             time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
                 one. Requests without a prepared draft come first, for example new ones, then those with other
                 outcomes than expected, highest gains first. The others have no draft in this step.
@@ -108,6 +113,7 @@ class Batch(_native.Batch):
             token_gains,
             costs,
             shortens=shortens,
+            uniform_lengths=uniform_lengths,
             time_limit_s=time_limit_s,
             min_gain_s=min_gain_s,
         )

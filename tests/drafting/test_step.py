@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class Stepper:
         costs: np.ndarray = TOKEN_COSTS,
         *,
         shortens: bool = False,
+        uniform_lengths: Sequence[int] = (),
         time_limit_s: float = 60.0,
     ) -> None:
         count = len(self.handles)
@@ -53,6 +55,7 @@ class Stepper:
             np.full(count, TOKEN_GAIN),
             costs,
             shortens=shortens,
+            uniform_lengths=uniform_lengths,
             time_limit_s=time_limit_s,
         )
 
@@ -147,6 +150,37 @@ def test_drafts_are_shortened_to_those_tokens_that_gain_most_together(costs: np.
         )
     # Tokens whose values differ by less than 1/32 may count as equally valuable.
     assert gains.max() - values[: gains.argmax()].sum() / 32 - 1e-9 <= max(stepper.gain_s, 0.0) <= gains.max() + 1e-9
+
+
+@given(costs=COSTS, seed=st.integers(0, 50), shortens=st.booleans())
+def test_one_length_is_chosen_for_all_drafts_where_the_engine_verifies_as_many_tokens_for_each_request(
+    costs: np.ndarray, seed: int, shortens: bool
+) -> None:
+    index, other = filled_index(), filled_index()
+    sampled = [text(seed + number, 5) for number in range(4)]
+    stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(4)])
+    others = [other.open("p", PROMPT) for _ in range(4)]
+    other.extend_batch(others, sampled)
+    lengths = [0, 1, 2, 4, WIDTH]
+    drafts = stepper.step(*sampled, costs=costs, shortens=shortens, uniform_lengths=lengths)
+    whole = other.draft_batch(others, [WIDTH + 1] * 4, 0.0)
+    survivals = [np.cumprod(draft.probabilities[:WIDTH]) for draft in whole]
+    longest = max(map(len, survivals))
+    possible = [length for length in lengths[1:] if shortens or length >= longest]
+    gains = {
+        length: TOKEN_GAIN * sum(one[:length].sum() for one in survivals) - costs[min(4 * length, len(costs) - 1)]
+        for length in possible
+    }
+    chosen = max(gains, key=lambda length: gains[length])
+    if gains[chosen] <= 0:
+        # Nothing is removed, except for tokens with which the step would have no CUDA graph.
+        longest_possible = next(length for length in lengths if length >= longest)
+        chosen = max((n for n in possible if n <= longest_possible and np.isfinite(gains[n])), default=0)
+    assert [draft.tokens[: min(chosen, WIDTH)] for draft in whole] == drafts
+    assert gains.get(chosen, 0.0) == pytest.approx(stepper.gain_s)
+    kept = [one[:chosen].sum() for one in survivals]
+    assert kept == pytest.approx(stepper.batch.expected[:4])
+    assert stepper.num_draft_tokens == sum(map(len, drafts))
 
 
 def test_nothing_is_removed_if_no_draft_gains_anything() -> None:

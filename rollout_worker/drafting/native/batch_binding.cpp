@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <chrono>
@@ -94,7 +95,7 @@ class Batch {
   }
 
   void plan(nb::handle handles, nb::handle budgets, nb::handle min_survivals, nb::handle token_gains, nb::handle costs,
-            bool shortens, double time_limit_s, double min_gain_s) {
+            bool shortens, std::vector<std::size_t> uniform_lengths, double time_limit_s, double min_gain_s) {
     const Array<const std::int64_t> handles_in("handles", handles, 1, "(n,) int64");
     const Array<const std::int64_t> budgets_in("budgets", budgets, 1, "(n,) int64");
     const Array<const double> thresholds("min_survivals", min_survivals, 1, "(n,) float64");
@@ -112,6 +113,8 @@ class Batch {
     plan.rows.resize(count);
     plan.costs.assign(costs_in.span().begin(), costs_in.span().end());
     plan.shortens = shortens;
+    std::ranges::sort(uniform_lengths);
+    plan.uniform_lengths = std::move(uniform_lengths);
     plan.time_limit = std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(time_limit_s, kMaxTimeLimit) * 1e9));
     for (std::size_t i = 0; i < count; ++i) {
       if (budgets_in(i) < 0) {
@@ -208,8 +211,8 @@ void bind_batch(nb::module_& m) {
            nb::arg("index"), nb::arg("token_ids"), nb::arg("drafts"), nb::arg("lengths"), nb::arg("generated"),
            nb::arg("expected"))
       .def("plan", &Batch::plan, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survivals"),
-           nb::arg("token_gains"), nb::arg("costs"), nb::kw_only(), nb::arg("shortens"), nb::arg("time_limit_s"),
-           nb::arg("min_gain_s"))
+           nb::arg("token_gains"), nb::arg("costs"), nb::kw_only(), nb::arg("shortens"), nb::arg("uniform_lengths"),
+           nb::arg("time_limit_s"), nb::arg("min_gain_s"))
       .def("clear", &Batch::clear)
       .def("step", &Batch::step, nb::arg("num_tokens"), nb::arg("rows"), nb::arg("places"), nb::arg("verified"))
       .def("keep_only", &Batch::keep_only, nb::arg("rows"), nb::arg("places"), nb::arg("kept").none());

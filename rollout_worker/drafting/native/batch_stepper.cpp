@@ -138,8 +138,58 @@ StepTotals BatchStepper::total(const Step& step) {
     totals.gain += step.expected[i] * step.limits(i).token_gain;
   }
   totals.gain -= cost(step.plan, totals.tokens);
-  if (step.plan.shortens && totals.tokens > 0) shorten(step, totals);
+  if (totals.tokens == 0) return totals;
+  if (!step.plan.uniform_lengths.empty()) {
+    make_uniform(step, totals);
+  } else if (step.plan.shortens) {
+    shorten(step, totals);
+  }
   return totals;
+}
+
+void BatchStepper::make_uniform(const Step& step, StepTotals& totals) {
+  const std::size_t width = step.arrays.max_draft;
+  std::vector<double> saved(width);  // by the tokens at each position of all drafts
+  std::size_t longest = 0;
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    const auto length = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
+    longest = std::max(longest, length);
+    for (std::size_t k = 0; k < length; ++k) saved[k] += survivals_[i * width + k] * step.limits(i).token_gain;
+  }
+  std::size_t best = 0, kept = 0, position = 0;
+  double best_gain = 0.0, sum = 0.0;
+  for (const std::size_t length : step.plan.uniform_lengths) {
+    for (; position < std::min(length, longest); ++position) sum += saved[position];
+    if (length == 0 || (length < longest && !step.plan.shortens)) continue;
+    const double gain = sum - cost(step.plan, step.size() * length);
+    if (std::isfinite(gain)) kept = length;
+    if (gain > best_gain) {
+      best = length;
+      best_gain = gain;
+    }
+    if (length >= longest) break;
+  }
+  // As in shorten(), nothing is removed if no draft gains anything.
+  if (best == 0) best = kept;
+  totals = {};
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    const auto length = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
+    if (length > 0) shorten_to(step, i, std::min(length, best), totals);
+  }
+  totals.gain -= cost(step.plan, step.size() * best);
+}
+
+void BatchStepper::shorten_to(const Step& step, std::size_t i, std::size_t length, StepTotals& totals) {
+  auto& written = step.arrays.lengths[step.place(i)];
+  if (length < static_cast<std::size_t>(written)) {
+    step.request(i)->length.store(static_cast<std::uint32_t>(length), std::memory_order_relaxed);
+    written = static_cast<std::int32_t>(length);
+  }
+  const auto survivals = std::span(survivals_).subspan(i * step.arrays.max_draft, length);
+  step.expected[i] = std::accumulate(survivals.begin(), survivals.end(), 0.0);
+  totals.drafts += length > 0;
+  totals.tokens += length;
+  totals.gain += step.expected[i] * step.limits(i).token_gain;
 }
 
 void BatchStepper::shorten(const Step& step, StepTotals& totals) {
@@ -175,24 +225,16 @@ void BatchStepper::shorten(const Step& step, StepTotals& totals) {
   if (best == 0) return;
   totals = {};
   for (std::size_t i = 0; i < step.size(); ++i) {
-    auto& written = step.arrays.lengths[step.place(i)];
+    const auto written = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
     if (written == 0) continue;
     // Survival decreases along a draft, and so does the value of its tokens.
     std::size_t length = 0;
-    step.expected[i] = 0.0;
-    for (; length < static_cast<std::size_t>(written); ++length) {
+    for (; length < written; ++length) {
       const std::size_t value_class = class_of(value(i, length));
       if (value_class < best || (value_class == best && best_count == 0)) break;
       if (value_class == best) --best_count;
-      step.expected[i] += survivals_[i * width + length];
     }
-    if (length < static_cast<std::size_t>(written)) {
-      step.request(i)->length.store(static_cast<std::uint32_t>(length), std::memory_order_relaxed);
-      written = static_cast<std::int32_t>(length);
-    }
-    totals.drafts += length > 0;
-    totals.tokens += length;
-    totals.gain += step.expected[i] * step.limits(i).token_gain;
+    shorten_to(step, i, length, totals);
   }
   totals.gain -= cost(step.plan, totals.tokens);
 }

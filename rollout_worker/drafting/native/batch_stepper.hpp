@@ -40,7 +40,10 @@ struct BatchPlan {
   std::shared_ptr<const ValueOrder> order = std::make_shared<const ValueOrder>();  // set by sort()
   // Seconds that it takes to verify a number of draft tokens, which is the index; the last one also stands for more.
   std::vector<double> costs{0.0};
-  bool shortens = false;                  // whether drafts are shortened so that all of them together gain most
+  bool shortens = false;  // whether drafts are shortened so that all of them together gain most
+  // If there are any, all requests of a step verify the same number of tokens: the smallest of these, in ascending
+  // order, that is not below the length of any draft.
+  std::vector<std::size_t> uniform_lengths;
   std::chrono::nanoseconds time_limit{};  // after which a step begins no draft
   // If the drafts of a step gain no more seconds than this together, BatchStepper::keep_only() must follow.
   double min_gain = -std::numeric_limits<double>::infinity();
@@ -126,6 +129,10 @@ class BatchStepper {
   StepTotals total(const Step& step);
   // Shortens all drafts to the tokens that are worth most, so many that they gain most together.
   void shorten(const Step& step, StepTotals& totals);
+  // Counts the tokens that all requests verify as the cost, and shortens the drafts to the length that gains most.
+  void make_uniform(const Step& step, StepTotals& totals);
+  // Shortens a draft, and adds it to the sums, without its cost.
+  void shorten_to(const Step& step, std::size_t i, std::size_t length, StepTotals& totals);
   void step_alone(const Step& step);
   // Never waits longer than some microseconds for another thread, as the system may have suspended that thread.
   void step_ahead(const Step& step);

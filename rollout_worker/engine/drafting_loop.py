@@ -390,6 +390,7 @@ class DraftingLoop:
         drafted = self._arrays.lengths[places].astype(np.int64)
         selected = self._controller.select_trial(self._batch_rows, drafted, gain_s)
         self._batch.keep_only(self._batch_rows, places, selected)
+        self._batch.expected[: len(places)][np.arange(len(places)) != selected] = 0.0
         return 0 if selected is None else int(drafted[selected])
 
     def _find_rows(self, request_ids: list[str]) -> None:
@@ -429,6 +430,7 @@ class DraftingLoop:
             np.ascontiguousarray(tracked["token_gain"]),
             self._controller.draft_costs_s,
             shortens=budgets.shortens,
+            uniform_lengths=self._controller.uniform_lengths,
             time_limit_s=_MAX_DRAFTING_SHARE * cost.step_time(len(rows), self._context_tokens),
             min_gain_s=self._controller.min_gain_s,
         )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
 _NO_DRAFT = -1
+_PADDING = 0
 _NO_ROW = -1
 _GONE = ""
 """Takes the place of a request's id; no request has it."""
@@ -144,6 +145,8 @@ class DraftScheduling:
             states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=states.device.type == "cuda"
         )
         """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
+        self.uniform_lengths = uniform_draft_lengths(runner)
+        """The lengths of drafts that have CUDA graphs, in ascending order; empty if all have."""
         self._lengths = np.zeros(len(self._drafts), np.int32)
         """Number of tokens of the drafts that were not scheduled yet, by row."""
         self._verified = np.zeros(len(self._drafts), np.int64)
@@ -199,16 +202,21 @@ class DraftScheduling:
         rows = np.fromiter(map(index.get, planned, repeat(_NO_ROW)), np.int64, len(planned))
         has_row = rows != _NO_ROW
         rows = rows[has_row]
-        lengths = np.fromiter(map(len, planned.values()), np.int64, len(planned))
-        lengths[~has_row] = 0
-        lengths[has_row] = np.minimum(self._lengths[rows], lengths[has_row])
+        places = np.fromiter(map(len, planned.values()), np.int64, len(planned))
+        lengths = np.zeros_like(places)
+        lengths[has_row] = np.minimum(self._lengths[rows], places[has_row])
+        self.draft_tokens += int(lengths.sum())
         self._lengths[rows] = 0
+        drafts = self._drafts.numpy()
+        if self.uniform_lengths and lengths.any():
+            # vLLM's n-gram speculator, too, pads with tokens that are verified like drafts, so that any will do.
+            drafts[rows] = np.where(np.arange(drafts.shape[1]) < lengths[has_row, None], drafts[rows], _PADDING)
+            length = self.uniform_lengths[np.searchsorted(self.uniform_lengths, lengths.max())]
+            lengths[has_row] = np.minimum(length, places[has_row])
         if self._broadcast is not None:
-            drafts = self._drafts.numpy()
             lengths, tokens = self._broadcast((lengths, drafts[rows]))
             drafts[rows] = tokens
         self._verified[rows] = lengths[has_row]
-        self.draft_tokens += int(lengths.sum())
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
@@ -270,6 +278,12 @@ def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the host's memory of a ``StagedWriteTensor`` that the device accesses through unified addressing."""
     buffer = getattr(tensor, "_uva_buf", None)
     return np.asarray(tensor.gpu.numpy() if buffer is None else buffer.np)
+
+
+def uniform_draft_lengths(runner: Any) -> list[int]:
+    """Return the lengths of drafts for which a runner has captured CUDA graphs, if all drafts of a step have one."""
+    graphs = runner.cudagraph_manager.graphs
+    return sorted({graph.uniform_token_count - 1 for graph in graphs if graph.uniform_token_count is not None})
 
 
 def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:

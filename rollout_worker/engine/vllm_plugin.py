@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +32,11 @@ def uses_drafter(vllm_config: Any) -> bool:
 def install() -> None:
     """Replace vLLM's decisions; further calls have no effect."""
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu import spec_decode
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     _replace(VllmConfig, "__post_init__", _configure)
     _replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
-    _replace(spec_decode, "init_speculator", _init_speculator)
-    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
-    if runner is not None:
-        _replace(runner, "init_speculator", _init_speculator)
+    _replace(WorkerWrapperBase, "init_device", _init_device)
 
 
 def check(runner: Any, vllm_config: Any) -> None:
@@ -125,20 +121,32 @@ def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
     return unsupported_features
 
 
+def _init_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parts of the model runner before a rank creates it, on all pipeline stages."""
+
+    def init_device(self: Any) -> None:
+        if uses_drafter(self.vllm_config) and self.vllm_config.use_v2_model_runner:
+            from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+            from vllm.v1.worker.gpu import model_runner
+            from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+            _replace(model_runner, "init_speculator", _init_speculator)
+            _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
+            _replace(CudaGraphManager, "_init_candidates", _choose_graphs)
+            if self.vllm_config.aux_output_config.enabled:
+                places = self.vllm_config.speculative_config.num_speculative_tokens
+                _replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
+        original(self)
+
+    return init_device
+
+
 def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not uses_drafter(vllm_config):
             return original(vllm_config, device, req_states)
-        from vllm.v1.worker.gpu import model_runner
-
         from rollout_worker.engine.speculator import HistorySpeculator
 
-        _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
-        if vllm_config.aux_output_config.enabled:
-            from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
-
-            places = vllm_config.speculative_config.num_speculative_tokens
-            _replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
         return HistorySpeculator(vllm_config, device, req_states)
 
     return init_speculator
@@ -171,14 +179,78 @@ def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., 
             return None
         from rollout_worker.engine.speculator import ExactVerification
 
+        reason = ""
         try:
-            original(**arguments)
+            # Only the last pipeline stage has a speculator, which asks for the manager.
+            original(**(arguments | {"enable_adaptive_verification": True}))
         except ValueError as error:
-            logger.warning("Steps with drafts of different lengths run without full CUDA graphs: %s", error)
+            reason = str(error)
+        if reason := _first_of_stages(reason):
+            logger.info("All drafts of a step have the same length, because of their CUDA graphs: %s", reason)
             return None
         return ExactVerification(arguments["query_start_loc"])
 
     return create
+
+
+def _first_of_stages(reason: str) -> str:
+    """Return the first reason that is not empty, of all pipeline stages.
+
+    Their layers may have different attention backends, but they must pad steps to the same number of tokens.
+    """
+    from torch.distributed import all_gather_object
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    reasons = [reason] * group.world_size
+    if len(reasons) > 1:
+        all_gather_object(reasons, reason, group=group.cpu_group)
+    return next(filter(None, reasons), "")
+
+
+def _choose_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Capture graphs for several lengths of drafts where there are none for drafts of different lengths.
+
+    vLLM (seen in 0.32) captures several only if the number of draft tokens depends on the size of the batch, and else
+    has graphs for the longest drafts alone, so that even steps without drafts have none.
+    """
+
+    def init_candidates(self: Any) -> None:
+        from vllm.v1.worker.gpu import cudagraph_utils
+
+        config = self.vllm_config.speculative_config
+        if self.varlen_decode or not self.cudagraph_mode or not uses_drafter(self.vllm_config):
+            original(self)
+            return
+        lengths = uniform_lengths(config.num_speculative_tokens)
+        compilation = self.compilation_config
+        # vLLM rounds sizes up to whole responses, and drops those that are larger than a full batch then.
+        full = {self.max_num_reqs * (1 + length) for length in lengths}
+        sizes = full.union(compilation.cudagraph_capture_sizes or ())
+        compilation.cudagraph_capture_sizes = sorted(
+            size for size in sizes if size <= compilation.max_cudagraph_capture_size
+        )
+        lookup, cudagraph_utils.build_dynamic_sd_schedule_lookup = (
+            cudagraph_utils.build_dynamic_sd_schedule_lookup,
+            lambda *_, **__: [0, *lengths],  # by the size of the batch
+        )
+        config.num_speculative_tokens_per_batch_size = lengths
+        try:
+            original(self)
+        finally:
+            config.num_speculative_tokens_per_batch_size = None
+            cudagraph_utils.build_dynamic_sd_schedule_lookup = lookup
+
+    return init_candidates
+
+
+def uniform_lengths(max_draft_tokens: int) -> list[int]:
+    """Return the lengths of drafts for which CUDA graphs are captured if all drafts of a step have the same length.
+
+    Each is twice the one before, so that the longest draft of a step is more than half as long.
+    """
+    powers = [2**exponent for exponent in range(max_draft_tokens.bit_length())]
+    return sorted({0, *powers, max_draft_tokens})
 
 
 def register() -> None:

@@ -249,6 +249,7 @@ class DraftingExtension(EngineExtension):
             make_policy(config.policy, limits),
             self._das_predicted_step_cost(),
             graph_sizes=() if is_cpu else self.model_runner.compilation_config.cudagraph_capture_sizes or (),
+            uniform_lengths=scheduling.uniform_lengths if self._das_uses_v2 else (),
             governed=config.governed,
         )
         weights = sum(parameter.numel() for parameter in self.model_runner.get_model().parameters())

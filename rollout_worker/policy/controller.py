@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class DraftController:
         prior: StepCost,
         *,
         graph_sizes: Iterable[int] = (),
+        uniform_lengths: Sequence[int] = (),
         governed: bool = True,
     ) -> None:
         """Create a controller without rollouts.
@@ -85,10 +86,13 @@ class DraftController:
             graph_sizes: sizes of the engine's CUDA graphs in tokens.
                 Drafts are shortened so that no step is larger than the largest, because the host may take longer than
                 the GPU then.
+            uniform_lengths: if not empty, the engine verifies one of these numbers of tokens for each rollout of a step
+                with drafts.
             governed: whether drafting is disabled where it does not pay.
         """
         self.fit = CostFit(prior, CudaGraphs(graph_sizes))
         self.governor = Governor()
+        self.uniform_lengths = uniform_lengths
         self.timed_s = 0.0
         """Seconds of decoding in all measured steps, that is, without reading prompts."""
         self.without_drafts_s = 0.0
@@ -151,13 +155,15 @@ class DraftController:
         # With several micro-batches, a rollout shares c_base only with those of its own.
         budgets = self._policy.compute_budgets(rows, cost._replace(base_s=cost.base_s * len(rows) / rollouts))
         self._token_values_s[rows] = budgets.token_values_s
-        self.draft_costs_s = cost.draft_costs(rollouts, int(budgets.tokens.sum()), graphs)
+        max_tokens = rollouts * self.uniform_lengths[-1] if self.uniform_lengths else int(budgets.tokens.sum())
+        self.draft_costs_s = cost.draft_costs(rollouts, max_tokens, graphs)
         if budgets.shortens and rollouts <= graphs.max_tokens:
             self.draft_costs_s[graphs.max_tokens - rollouts + 1 :] = math.inf
             budgets = budgets._replace(min_survivals=_FILLING_SURVIVAL_SHARE * budgets.min_survivals)
         if not self._governed:
             return budgets
-        self.governor.trial_cost = float(cost.draft_costs(rollouts, TRIAL_TOKENS)[-1]) / cost.step_time(rollouts, 0)
+        trial_tokens = TRIAL_TOKENS * (rollouts if self.uniform_lengths else 1)
+        self.governor.trial_cost = float(cost.draft_costs(rollouts, trial_tokens)[-1]) / cost.step_time(rollouts, 0)
         if self.governor.is_reference_step:
             self.min_gain_s = math.inf
         else:
@@ -263,7 +269,11 @@ class DraftController:
         self.timed_s += slowness * (predicted_s - reading_s)
         self.without_drafts_s += slowness * decoding_s * float(step.generated.sum()) / num_rollouts
         # Drafting may be limited for some rollouts only. The step then has a trial beside other drafts.
-        if step.trial is None or not drafted or int(step.drafted[step.rows == step.trial.row].sum()) < drafted:
+        is_trial = np.full(num_rollouts, False) if step.trial is None else step.rows == step.trial.row
+        trial_tokens = int(step.drafted[is_trial].sum())
+        # Padding is not expected to be accepted.
+        others = (step.expected if self.uniform_lengths else step.drafted)[~is_trial]
+        if step.trial is None or not trial_tokens or others.any():
             self.governor.observe_time(
                 (seconds - reading_s) / decoding_s if is_representative else None,
                 self._saved_share(step.rows, accepted) if drafted else None,
@@ -275,11 +285,11 @@ class DraftController:
             )
             return
         self.governor.observe_time(None, micro_batch=micro_batch)
-        cost = cost.linear_between(num_rollouts, drafted * step.trial.candidates)
+        cost = cost.linear_between(num_rollouts, trial_tokens * step.trial.candidates)
         saved_s = float((accepted * self._token_values_s[step.rows]).sum())
         self.governor.observe_trial(
             step.trial,
             without_drafts_s=without_drafts_s,
-            gain_s=saved_s - cost.per_token_s * drafted,
+            gain_s=saved_s - cost.per_token_s * trial_tokens,
             drafting_s=cost.drafting_s,
         )

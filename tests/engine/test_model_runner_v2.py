@@ -15,7 +15,12 @@ from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config, needs_v2, start_with_extension
-from tests.support.faulty_extension import ExactVerificationExtension, PlacesExtension, WarmUpExtension
+from tests.support.faulty_extension import (
+    ExactVerificationExtension,
+    PlacesExtension,
+    UniformDraftsExtension,
+    WarmUpExtension,
+)
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import (
     MAX_LOGPROB_ERROR,
@@ -48,6 +53,9 @@ def engine(
     if request.param == "cuda graphs":
         engine = start_with_extension(loop, config, ExactVerificationExtension)
         loop.run(engine.collective_rpc("test_verify_exactly"))
+    elif request.param == "uniform drafts":
+        engine = start_with_extension(loop, config, UniformDraftsExtension)
+        loop.run(engine.collective_rpc("test_verify_uniformly"))
     else:
         spec = config.spec.model_copy(update={f"{request.param}_parallel_size": 2})
         engine = loop.run(Engine.start(replace(config, spec=spec)))
@@ -55,8 +63,11 @@ def engine(
     engine.close()
 
 
-on_all_engines = pytest.mark.parametrize("engine", ["tensor", "pipeline", "cuda graphs"], indirect=True, scope="module")
+on_all_engines = pytest.mark.parametrize(
+    "engine", ["tensor", "pipeline", "cuda graphs", "uniform drafts"], indirect=True, scope="module"
+)
 on_two_ranks = pytest.mark.parametrize("engine", ["tensor", "pipeline"], indirect=True, scope="module")
+with_uniform_drafts = pytest.mark.parametrize("engine", ["uniform drafts"], indirect=True, scope="module")
 with_cuda_graphs = pytest.mark.parametrize("engine", ["cuda graphs"], indirect=True, scope="module")
 
 
@@ -85,6 +96,16 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
     for result in results[:64]:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+@with_uniform_drafts
+def test_all_requests_of_a_step_verify_as_many_tokens(engine: EngineHarness) -> None:
+    responses = tokens_of(engine.sample(PROMPTS, GREEDY, "uniform", draft_budget=0))
+    engine.add_history("uniform", responses[::2])
+    assert accepted_share(engine.sample(PROMPTS, GREEDY, "uniform")) > 0.2
+    [steps] = engine.loop.run(engine.engine.collective_rpc("test_steps_with_drafts"))
+    assert [] == [tokens for tokens in steps if len(set(tokens)) > 1]
+    assert {2, 3, 5, 7} >= {tokens[0] for tokens in steps} > {7}
 
 
 @on_two_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout_worker.policy.controller import DraftController, IdleBackoff
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Fixed, Marginal, RolloutTable
-from rollout_worker.policy.governor import StepOutcome
+from rollout_worker.policy.governor import StepOutcome, Trial
 from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 from tests.support.draft_policies import assert_limits_are_respected
 
@@ -282,6 +282,31 @@ def test_new_generations_of_the_history_make_the_governor_try_drafts_again_after
 
     assert [256, 257, 257] == [count_disabled_steps() for _ in range(3)]
     assert sum(run_steps(controller, CPU, 200, accepted_tokens=1.0)) > 160
+
+
+def test_a_trial_is_judged_by_its_own_tokens_if_those_of_the_other_rollouts_only_pad_the_step() -> None:
+    controller = DraftController(Fixed(DraftLimits(8, 1000)), H100_7B, uniform_lengths=[0, 1, 2, 4, 8])
+    rows = np.array([controller.open("p", prompt_tokens=10, generated=0, max_tokens=10**9) for _ in range(ROLLOUTS)])
+    controller.compute_budgets(rows)
+    while not controller.governor.drafting_disabled:
+        controller.governor.observe_time(2.0, 0.1)
+        controller.governor.observe_time(1.0)
+    first = rows == rows[0]
+    accepted, expected, padded = np.where(first, 3, 0), np.where(first, 3.0, 0.0), np.full(ROLLOUTS, 4)
+    for _ in range(8):
+        assert controller.governor.drafting_disabled
+        trial = Trial(int(rows[0]), ROLLOUTS)
+        outcome = StepOutcome(rows, accepted + 1, padded, expected, np.full(ROLLOUTS, 100), trial)
+        controller.observe_step(outcome, H100_7B.step_time(5 * ROLLOUTS, 400))
+    assert not controller.governor.drafting_disabled
+
+
+@pytest.mark.parametrize(("uniform_lengths", "tokens"), [((), 4 * 2), ((0, 1, 2), 4 * 2), ((0, 1, 2, 8), 4 * 8)])
+def test_the_cost_of_all_tokens_that_a_step_may_verify_is_known(uniform_lengths: Sequence[int], tokens: int) -> None:
+    controller = DraftController(Fixed(DraftLimits(2, 1000)), H100_7B, uniform_lengths=uniform_lengths)
+    rows = np.array([controller.open("p", prompt_tokens=10, generated=0, max_tokens=10**9) for _ in range(ROLLOUTS)])
+    controller.compute_budgets(rows)
+    assert 1 + tokens == len(controller.draft_costs_s)
 
 
 def test_all_drafts_are_verified_without_a_governor() -> None:

@@ -78,6 +78,32 @@ class ExactVerificationExtension(DraftingExtension):
         self.model_runner.adaptive_verification = ExactVerification(self.model_runner.input_buffers.query_start_loc)
 
 
+class UniformDraftsExtension(DraftingExtension):
+    """The extension of an engine whose drafts have one length in each step, as with CUDA graphs that require this."""
+
+    def test_verify_uniformly(self) -> None:
+        """Verify the same number of draft tokens for all requests of a step from now on."""
+        from rollout_worker.engine.vllm_plugin import uniform_lengths
+
+        scheduling = self._das_scheduling
+        assert scheduling is not None
+        scheduling.uniform_lengths = uniform_lengths(self.vllm_config.num_speculative_tokens)
+        self._das_controller.uniform_lengths = scheduling.uniform_lengths
+        self._steps: list[list[int]] = []
+        execute = scheduling._execute_model
+
+        def execute_model(scheduler_output: Any) -> Any:
+            if scheduler_output.scheduled_spec_decode_tokens and not scheduler_output.scheduled_new_reqs:
+                self._steps.append(list(scheduler_output.num_scheduled_tokens.values()))
+            return execute(scheduler_output)
+
+        scheduling._execute_model = execute_model
+
+    def test_steps_with_drafts(self) -> list[list[int]]:
+        """Return the number of tokens of each request in the steps with drafts and without new requests."""
+        return self._steps
+
+
 class WarmUpExtension(DraftingExtension):
     """Runs the steps with drafts that vLLM runs on GPUs, before drafting starts, to compile its kernels."""
 
@@ -87,3 +113,41 @@ class WarmUpExtension(DraftingExtension):
         # Triton's interpreter does not support the kernel that applies a grammar.
         warmup_kernels(self.model_runner, self.execute_model, lambda _: self.sample_tokens(None))
         return super().das_start_drafting(drafting)
+
+
+class CudaGraphExtension(DraftingExtension):
+    """Lets a rank choose CUDA graphs as it does on GPUs, although there are none to replay on CPUs."""
+
+    def test_choose_graphs(self, support: str, sizes: list[int], steps: list[list[int]]) -> list[tuple[str, int]]:
+        """Return the kind of the graph and the padded number of tokens of each step, given those of its responses.
+
+        Args:
+            support: name of the ``AttentionCGSupport`` that the attention backend claims.
+            sizes: sizes of the graphs in tokens.
+            steps: the number of tokens of each response.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backend import AttentionCGSupport
+        from vllm.v1.worker.gpu import model_runner
+        from vllm.v1.worker.utils import get_uniform_decode_token_count
+
+        runner = self.model_runner
+        for group in (group for groups in runner.attn_groups for group in groups):
+            type(group.get_metadata_builder(0))._cudagraph_support = AttentionCGSupport[support]
+        compilation = runner.compilation_config
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
+        model_runner.has_compiled_submodule = lambda _: True
+        type(current_platform)._global_graph_pool = ()
+        with set_current_vllm_config(self.vllm_config):
+            runner.initialize_kv_cache(runner.kv_cache_config, is_profiling=True)
+        runner.cudagraph_manager._graphs_captured = True
+        chosen = []
+        for step in steps:
+            tokens, longest = sum(step), max(step)
+            uniform = get_uniform_decode_token_count(len(step), tokens, longest, decode_graph_eligible=True)
+            graph = runner.cudagraph_manager.dispatch(len(step), tokens, uniform, 0, max_query_len=longest)
+            chosen.append((graph.cg_mode.name, graph.num_tokens))
+        return chosen

@@ -94,7 +94,8 @@ class Batch(_native.Batch):
                 gains anything.
             uniform_lengths: if not empty, the engine verifies the same number of tokens for all requests of a step,
                 with or without a draft: the smallest of these that is not below the length of any draft. The cost
-                is that of all these tokens, and `shortens` chooses the one of these lengths that gains most.
+                is that of all these tokens, and `shortens` chooses the one of these lengths that gains most. Drafts end
+                at the largest of them.
             time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
                 one. Requests without a prepared draft come first, for example new ones, then those with other
                 outcomes than expected, highest gains first. The others have no draft in this step.

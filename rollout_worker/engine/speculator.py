@@ -70,8 +70,6 @@ class HistorySpeculator(BaseSpeculator):
     """Copies the numbers of tokens of each step to the host. The drafts are made by :class:`DraftScheduling`."""
 
     supports_mm_inputs = False
-    enable_adaptive_verification = True
-    """Asks V2 for CUDA graphs that fit drafts of different lengths; see :class:`ExactVerification`."""
     draft_logits: torch.Tensor | None = None
     draft_token_confidence_probs: torch.Tensor | None = None
 
@@ -211,7 +209,7 @@ class DraftScheduling:
         if self.uniform_lengths and lengths.any():
             # vLLM's n-gram speculator, too, pads with tokens that are verified like drafts, so that any will do.
             drafts[rows] = np.where(np.arange(drafts.shape[1]) < lengths[has_row, None], drafts[rows], _PADDING)
-            length = self.uniform_lengths[np.searchsorted(self.uniform_lengths, lengths.max())]
+            length = next((n for n in self.uniform_lengths if n >= lengths.max()), self.uniform_lengths[-1])
             lengths[has_row] = np.minimum(length, places[has_row])
         if self._broadcast is not None:
             lengths, tokens = self._broadcast((lengths, drafts[rows]))

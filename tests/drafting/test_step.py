@@ -152,20 +152,24 @@ def test_drafts_are_shortened_to_those_tokens_that_gain_most_together(costs: np.
     assert gains.max() - values[: gains.argmax()].sum() / 32 - 1e-9 <= max(stepper.gain_s, 0.0) <= gains.max() + 1e-9
 
 
-@given(costs=COSTS, seed=st.integers(0, 50), shortens=st.booleans())
+@given(
+    costs=COSTS,
+    seed=st.integers(0, 50),
+    shortens=st.booleans(),
+    lengths=st.sampled_from([[0, 1, 2, 4, WIDTH], [0, 2, 5]]),
+)
 def test_one_length_is_chosen_for_all_drafts_where_the_engine_verifies_as_many_tokens_for_each_request(
-    costs: np.ndarray, seed: int, shortens: bool
+    costs: np.ndarray, seed: int, shortens: bool, lengths: list[int]
 ) -> None:
     index, other = filled_index(), filled_index()
     sampled = [text(seed + number, 5) for number in range(4)]
     stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(4)])
     others = [other.open("p", PROMPT) for _ in range(4)]
     other.extend_batch(others, sampled)
-    lengths = [0, 1, 2, 4, WIDTH]
     drafts = stepper.step(*sampled, costs=costs, shortens=shortens, uniform_lengths=lengths)
     whole = other.draft_batch(others, [WIDTH + 1] * 4, 0.0)
     survivals = [np.cumprod(draft.probabilities[:WIDTH]) for draft in whole]
-    longest = max(map(len, survivals))
+    longest = min(max(map(len, survivals)), lengths[-1])
     possible = [length for length in lengths[1:] if shortens or length >= longest]
     gains = {
         length: TOKEN_GAIN * sum(one[:length].sum() for one in survivals) - costs[min(4 * length, len(costs) - 1)]

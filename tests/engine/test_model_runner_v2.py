@@ -105,7 +105,7 @@ def test_all_requests_of_a_step_verify_as_many_tokens(engine: EngineHarness) -> 
     assert accepted_share(engine.sample(PROMPTS, GREEDY, "uniform")) > 0.2
     [steps] = engine.loop.run(engine.engine.collective_rpc("test_steps_with_drafts"))
     assert [] == [tokens for tokens in steps if len(set(tokens)) > 1]
-    assert {2, 3, 5, 7} >= {tokens[0] for tokens in steps} > {7}
+    assert {2, 3, 5} >= {tokens[0] for tokens in steps} > {5}
 
 
 @on_two_ranks

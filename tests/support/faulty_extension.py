@@ -79,7 +79,10 @@ class ExactVerificationExtension(DraftingExtension):
 
 
 class UniformDraftsExtension(DraftingExtension):
-    """The extension of an engine whose drafts have one length in each step, as with CUDA graphs that require this."""
+    """The extension of an engine whose drafts have one length in each step, as with CUDA graphs that require this.
+
+    The longest drafts have no graph, as if it were larger than the largest size.
+    """
 
     def test_verify_uniformly(self) -> None:
         """Verify the same number of draft tokens for all requests of a step from now on."""
@@ -87,7 +90,7 @@ class UniformDraftsExtension(DraftingExtension):
 
         scheduling = self._das_scheduling
         assert scheduling is not None
-        scheduling.uniform_lengths = uniform_lengths(self.vllm_config.num_speculative_tokens)
+        scheduling.uniform_lengths = uniform_lengths(self.vllm_config.num_speculative_tokens)[:-1]
         self._das_controller.uniform_lengths = scheduling.uniform_lengths
         self._steps: list[list[int]] = []
         execute = scheduling._execute_model

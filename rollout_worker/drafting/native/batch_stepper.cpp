@@ -156,6 +156,7 @@ void BatchStepper::make_uniform(const Step& step, StepTotals& totals) {
     longest = std::max(longest, length);
     for (std::size_t k = 0; k < length; ++k) saved[k] += survivals_[i * width + k] * step.limits(i).token_gain;
   }
+  longest = std::min(longest, step.plan.uniform_lengths.back());
   std::size_t best = 0, kept = 0, position = 0;
   double best_gain = 0.0, sum = 0.0;
   for (const std::size_t length : step.plan.uniform_lengths) {

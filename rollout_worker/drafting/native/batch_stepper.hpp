@@ -42,7 +42,7 @@ struct BatchPlan {
   std::vector<double> costs{0.0};
   bool shortens = false;  // whether drafts are shortened so that all of them together gain most
   // If there are any, all requests of a step verify the same number of tokens: the smallest of these, in ascending
-  // order, that is not below the length of any draft.
+  // order, that is not below the length of any draft. No draft is longer than the last one.
   std::vector<std::size_t> uniform_lengths;
   std::chrono::nanoseconds time_limit{};  // after which a step begins no draft
   // If the drafts of a step gain no more seconds than this together, BatchStepper::keep_only() must follow.

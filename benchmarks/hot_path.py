@@ -1,11 +1,14 @@
 """Measures the drafter's time on the critical path: from sampled tokens on the host to drafts in the output buffer.
 
     python -m benchmarks.hot_path --trace FILE --tokenizer FILE --json FILE
+    python -m benchmarks.hot_path --exposed --json FILE
 
 Recorded rollouts run in a batch. Between two steps, the benchmark waits for as long as the forward pass of a 7B model
 on an H100 takes according to the cost model ``h100-7b``; meanwhile the index drafts ahead, and the policy computes the
 next budgets. The rollouts of the earlier checkpoint are the history. For this project, the time is that of the whole
 drafting loop of an engine (:mod:`rollout_worker.engine.drafting_loop`); for the peers, that of their proposer.
+
+With ``--exposed``, it measures instead for how long a GPU waits for the host (:mod:`benchmarks.exposed_time`).
 
 With ``--competitors``, that many other processes use as much processor time as they can get.
 """
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import exposed_time
 from benchmarks.batch_drafters import (
     MAX_DRAFT,
     BatchDrafter,
@@ -198,8 +202,9 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_trace_arguments(parser)
-    parser.add_argument("--batch", default="8,64,256", help="comma-separated batch sizes [%(default)s]")
+    add_trace_arguments(parser, required=False)
+    parser.add_argument("--exposed", action="store_true", help="measure the exposed time; needs no trace")
+    parser.add_argument("--batch", help="comma-separated batch sizes [8,64,256; with --exposed 1,16,64,128,256]")
     parser.add_argument("--threads", default="1,2", help="comma-separated numbers of drafting threads [%(default)s]")
     parser.add_argument("--steps", type=int, default=400, help="measured steps of each round [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each measurement [%(default)s]")
@@ -209,6 +214,13 @@ def main() -> None:
     parser.add_argument("--competitors", type=int, default=0, help="other busy processes [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    if options.exposed:
+        sizes = list(map(int, (options.batch or "1,16,64,128,256").split(",")))
+        figures, measurements = exposed_time.measure(exposed_time.MODES, sizes)
+        report(options.json, figures, measurements=measurements)
+        return
+    if options.trace is None or options.tokenizer is None:
+        parser.error("--trace and --tokenizer are required without --exposed")
     problems = selected_problems(parser, options, history=HISTORY)
     with competitors(options.competitors):
         run(options, problems)
@@ -217,7 +229,7 @@ def main() -> None:
 def run(options: argparse.Namespace, problems: Sequence[Problem]) -> None:
     """Measure everything and report the figures."""
     measurements = []
-    sizes = list(map(int, options.batch.split(",")))
+    sizes = list(map(int, (options.batch or "8,64,256").split(",")))
     for size in sizes:
         for threads in map(int, options.threads.split(",")):
             make = partial(LoopDrafter, threads=threads)

@@ -15,21 +15,23 @@ has, and a step without drafts is the same as without speculation.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections import deque
 from collections.abc import Callable
-from inspect import signature
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_store.arrays import Integers
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import EngineArrays
+from rollout_worker.engine.exact_verification import FILLER, DeferredStep, Release, fit_lengths
 from rollout_worker.engine.sampling_params import end_token_ids
+from rollout_worker.policy.step_cost import CudaGraphs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
 _NO_DRAFT = -1
-_PADDING = 0
 _NO_ROW = -1
+_MAX_TIMES_EXPIRED = 3
+"""Number of steps that have not got their drafts in time after which drafts are made before the launch."""
 _GONE = ""
 """Takes the place of a request's id; no request has it."""
 
@@ -56,7 +59,7 @@ class SampledStep(NamedTuple):
     total_len: torch.Tensor
     """Number of tokens by row, on the host, shape (max_num_reqs,); valid after :meth:`wait`."""
     processed_tokens: int
-    """Number of tokens that the step processed."""
+    """Number of tokens that the step processed, without those that take the place of drafts."""
     copied: torch.cuda.Event | None
 
     def wait(self) -> NDArray[np.int32]:
@@ -77,6 +80,8 @@ class HistorySpeculator(BaseSpeculator):
         rows, width = req_states.draft_tokens.shape
         self.verified = np.zeros(rows, np.int64)
         """Number of draft tokens that the running step verifies, by row of the runner's state."""
+        self.filler_tokens = 0
+        """Number of tokens of the running step that take the place of drafts."""
         self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
         """The steps without drafts so far, oldest first. The pipeline holds one for each of its stages."""
         self.on_launched: Callable[[list[str]], None] | None = None
@@ -106,9 +111,9 @@ class HistorySpeculator(BaseSpeculator):
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
             rows = input_batch.idx_mapping_np.astype(np.int64)
-            step = SampledStep(
-                input_batch.req_ids, rows, self.verified[rows], total_len, int(input_batch.num_tokens), copied
-            )
+            tokens = int(input_batch.num_tokens) - self.filler_tokens
+            self.filler_tokens = 0
+            step = SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, tokens, copied)
             self.sampled.append(step)
             if self.on_launched is not None:
                 self.on_launched(input_batch.req_ids)
@@ -135,14 +140,20 @@ class DraftScheduling:
         """Wrap the methods. *broadcast* sends the drafts to the other ranks, if there are any."""
         runner = worker.model_runner
         self._runner, self._broadcast = runner, broadcast
+        self._graphs = CudaGraphs(runner.compilation_config.cudagraph_capture_sizes or ())
+        self._drafts_per_request = 0.0
+        """Largest number of draft tokens per request in the last two steps for which drafts were made."""
+        self._last_drafts_per_request = 0.0
         self.draft_tokens = 0
         """Number of draft tokens that were passed to verification."""
         self._loop: DraftingLoop | None = None
         states = runner.req_states
         self._drafts = torch.full(
-            states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=states.device.type == "cuda"
+            states.draft_tokens.shape, FILLER, dtype=torch.int64, pin_memory=states.device.type == "cuda"
         )
-        """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
+        """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens).
+
+        What follows the end of a draft is in the vocabulary, too."""
         self.uniform_lengths = uniform_draft_lengths(runner)
         """The lengths of drafts that have CUDA graphs, in ascending order; empty if all have."""
         self._lengths = np.zeros(len(self._drafts), np.int32)
@@ -168,11 +179,130 @@ class DraftScheduling:
         self._runner.speculator.on_launched = loop.plan
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Make the drafts of a planned step, reduce the step to them, and execute it."""
-        return self._execute_model(self._schedule_drafts(scheduler_output))
+        """Execute a planned step with the drafts that are made for it.
+
+        If possible, the drafts are made after the step was launched, so that the device does not wait for the
+        preparation of the step. Otherwise, the planned step is reduced to the drafts before.
+        """
+        loop = self._loop
+        if loop is not None:
+            loop.guard(lambda: self._follow(loop, scheduler_output))
+        planned = scheduler_output.scheduled_spec_decode_tokens
+        budget = self._choose_budget(scheduler_output)
+        if budget is None and loop is not None:
+            loop.guard(lambda: self._draft(loop, planned))
+        verification = self._runner.adaptive_verification
+        if verification is not None:
+            # Log-probabilities are split by the boundaries on the device if the host does not know these.
+            self._runner.rejection_sampler.enable_adaptive_verification = bool(budget)
+        if not budget:
+            return self._execute_model(self._schedule_drafts(scheduler_output))
+        self._verified[:] = 0
+        verification.defer(budget, functools.partial(self._prepare_drafts, planned, budget))
+        try:
+            return self._execute_model(scheduler_output)
+        finally:
+            verification.complete()
+
+    def _is_deferrable(self, scheduler_output: Any) -> bool:
+        """Return whether a step can be prepared before its drafts are known. All ranks decide alike.
+
+        This excludes steps that read prompts, and what needs the exact layout on the host: grammars, adapters, and
+        routed experts.
+        """
+        planned = scheduler_output.scheduled_spec_decode_tokens
+        runner = self._runner
+        return bool(
+            planned
+            and len(planned) == len(scheduler_output.num_scheduled_tokens)
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.preempted_req_ids
+            and not scheduler_output.has_structured_output_requests
+            and not runner.use_pp
+            and runner.lora_config is None
+            and runner.aux_output_connector is None
+            and all(
+                tokens == 1 + len(planned[request_id])
+                for request_id, tokens in scheduler_output.num_scheduled_tokens.items()
+            )
+        )
+
+    def _choose_budget(self, scheduler_output: Any) -> int | None:
+        """Return how many draft tokens a step verifies whose drafts are made after its launch.
+
+        0 means that it has no such drafts: the drafter rests, or has drafted already. None means that the drafts must
+        be made before. The step fills the smallest CUDA graph that holds as many drafts for each request as one of the
+        last two steps had.
+        """
+        verification = self._runner.adaptive_verification
+        if verification is None or not self._is_deferrable(scheduler_output):
+            return None
+        planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
+        requests = len(planned)
+        places = min(sum(map(len, planned.values())), verification.max_logits - requests)
+        if places <= 0:
+            return None
+        budget: int | None = 0
+        loop = self._loop
+        if verification.times_expired >= _MAX_TIMES_EXPIRED:
+            budget = None
+        elif loop is not None and loop.guard(lambda: self._draft_early(loop, planned)) is False:
+            tokens = requests + max(1, math.ceil(self._drafts_per_request * requests))
+            budget = min(self._graphs.pad(tokens) - requests, places)
+        return budget if self._broadcast is None else self._broadcast(budget)
+
+    def _draft_early(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> bool:
+        """Return whether the drafts of a planned step are known before its launch.
+
+        That is so if the drafter rests, and if its requests were not all sampled by one step, so that they are drafted
+        for here.
+        """
+        sampled = self._runner.speculator.sampled
+        if len(sampled) != 1 or planned.keys().isdisjoint(sampled[0].request_ids):
+            self._draft(loop, planned)
+            return True
+        if skips := loop.skip_step():
+            self._lengths[sampled.popleft().rows] = 0
+        return skips
+
+    def _prepare_drafts(self, planned: dict[str, list[int]], budget: int, req_ids: list[str]) -> DeferredStep:
+        index = self._runner.req_states.req_id_to_index
+        rows = np.fromiter(map(index.__getitem__, req_ids), np.int64, len(req_ids))
+        capacities = np.fromiter((len(planned[request_id]) for request_id in req_ids), np.int64, len(req_ids))
+        return DeferredStep(budget, rows, capacities, self._make_drafts)
+
+    def _make_drafts(self, step: DeferredStep, release: Release) -> None:
+        """Make the drafts of a step that was launched, or receive them from the rank that does.
+
+        Drafts that do not fit are shortened, the longest first. Places that are left over have a token that belongs to
+        no draft. It is verified like one, and rarely accepted.
+        """
+        if self._loop is None:
+            drafts = None if self._broadcast is None else self._broadcast(None)
+            if drafts is not None and not release(*drafts):
+                # vLLM ends the engine if a rank exits.
+                raise SystemExit("This rank has waited too long for drafts, and others verify them; the engine ends.")
+            return
+        loop, rows = self._loop, step.rows
+        loop.guard(lambda: self._draft_for(loop, self._runner.speculator.sampled.popleft()))
+        wanted = np.minimum(self._lengths[rows], step.capacities)
+        self._lengths[rows] = 0
+        lengths, verified = fit_lengths(wanted, step.capacities, step.budget)
+        tokens = self._drafts.numpy()[rows]
+        is_in_time = release(lengths, tokens)
+        if self._broadcast is not None:
+            self._broadcast((lengths, tokens) if is_in_time else None)
+        if is_in_time:
+            self._verified[rows] = verified
+        num_verified = int(self._verified.sum())
+        self.draft_tokens += num_verified
+        self._runner.speculator.filler_tokens = step.budget - num_verified
+        per_request = float(wanted.sum()) / len(rows)
+        self._drafts_per_request = max(per_request, self._last_drafts_per_request)
+        self._last_drafts_per_request = per_request
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Copy the drafts to the device, and prepare the inputs."""
+        """Copy the drafts to the device if they are known, and prepare the inputs."""
         if self._verified.any():
             self._runner.req_states.draft_tokens.copy_(self._drafts, non_blocking=True)
         return self._prepare_inputs(*args, **kwargs)
@@ -188,9 +318,6 @@ class DraftScheduling:
 
     def _schedule_drafts(self, scheduler_output: Any) -> Any:
         planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
-        if (loop := self._loop) is not None:
-            loop.guard(lambda: self._follow(loop, scheduler_output))
-            loop.guard(lambda: self._draft(loop, planned))
         self._verified[:] = 0
         if not planned:
             return scheduler_output
@@ -208,7 +335,7 @@ class DraftScheduling:
         drafts = self._drafts.numpy()
         if self.uniform_lengths and lengths.any():
             # vLLM's n-gram speculator, too, pads with tokens that are verified like drafts, so that any will do.
-            drafts[rows] = np.where(np.arange(drafts.shape[1]) < lengths[has_row, None], drafts[rows], _PADDING)
+            drafts[rows] = np.where(np.arange(drafts.shape[1]) < lengths[has_row, None], drafts[rows], FILLER)
             length = next((n for n in self.uniform_lengths if n >= lengths.max()), self.uniform_lengths[-1])
             lengths[has_row] = np.minimum(length, places[has_row])
         if self._broadcast is not None:
@@ -267,9 +394,14 @@ class DraftScheduling:
             self._lengths[step.rows] = 0
             if loop.skip_step():
                 continue
-            loop.draft(step.request_ids, step.wait(), step.rows, step.verified, step.processed_tokens)
+            self._draft_for(loop, step)
             if count > 1:
                 loop.interrupt_timing()  # The next step has ended meanwhile.
+
+    def _draft_for(self, loop: DraftingLoop, step: SampledStep) -> None:
+        """Wait for the tokens that a step samples, and draft for its requests."""
+        self._lengths[step.rows] = 0
+        loop.draft(step.request_ids, step.wait(), step.rows, step.verified, step.processed_tokens)
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -302,57 +434,3 @@ def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens=drafts,
     )
-
-
-class ExactVerification:
-    """Stands in for V2's ``AdaptiveVerificationManager``, which enables CUDA graphs for drafts of different lengths.
-
-    vLLM's manager selects draft positions on the device, so that the host knows only upper bounds. Here, the host has
-    selected them before, in :func:`reduce_to_drafts`, so that the layout that the host has prepared is exact.
-    """
-
-    _ADMITTED = (None,) if "copy_admitted_drafts_to_host" in signature(AdaptiveVerificationManager).parameters else ()
-    """Says to vLLM 0.33 that the host's numbers of drafts are exact; vLLM 0.32 expects nothing."""
-
-    def __init__(self, query_start_loc: torch.Tensor) -> None:
-        self._query_start_loc = query_start_loc
-        self._cu_num_logits = torch.empty_like(query_start_loc)
-        self._layout: tuple[np.ndarray[Any, Any], int] | None = None
-
-    def add_request(self, req_idx: int) -> None:
-        """Do nothing; there are no confidences."""
-
-    def record_confidences(self, confidence_probs: object, input_batch: object) -> None:
-        """Do nothing; there are no confidences."""
-
-    def batches_to_profile(self, capture_sizes: list[int]) -> tuple[()]:
-        """Return nothing, because the costs of steps are measured while they run."""
-        return ()
-
-    def set_initial_cost_curves(self, samples: object) -> None:
-        """Do nothing; see :meth:`batches_to_profile`."""
-
-    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Return the number of tokens of the step."""
-        return sum(num_tokens_per_req.values())
-
-    def compact_batch(
-        self,
-        num_draft_tokens_per_req: np.ndarray[Any, Any],
-        num_scheduled_tokens: np.ndarray[Any, Any],
-        cu_num_logits_np: np.ndarray[Any, Any],
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the layout as it is."""
-        self._layout = cu_num_logits_np, int(num_draft_tokens_per_req.sum())
-        return num_scheduled_tokens, cu_num_logits_np
-
-    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        """Return the boundaries of logits and queries on the device, and the number of draft tokens."""
-        from vllm.utils.torch_utils import async_tensor_h2d
-
-        if self._layout is None:
-            raise RuntimeError("vLLM has prepared no layout for this step")
-        (cu_num_logits_np, drafts), self._layout = self._layout, None
-        cu_num_logits = self._cu_num_logits[: len(cu_num_logits_np)]
-        async_tensor_h2d(cu_num_logits_np, out=cu_num_logits)
-        return cu_num_logits, self._query_start_loc, drafts, *self._ADMITTED

@@ -177,7 +177,7 @@ def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., 
             return original(**arguments)
         if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             return None
-        from rollout_worker.engine.speculator import ExactVerification
+        from rollout_worker.engine.exact_verification import ExactVerification
 
         reason = ""
         try:
@@ -188,7 +188,8 @@ def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., 
         if reason := _first_of_stages(reason):
             logger.info("All drafts of a step have the same length, because of their CUDA graphs: %s", reason)
             return None
-        return ExactVerification(arguments["query_start_loc"])
+        names = ("req_states", "query_start_loc", "max_total_logits")
+        return ExactVerification(*map(arguments.__getitem__, names), drafts=is_output_rank())
 
     return create
 

@@ -50,25 +50,33 @@ def engine(
 ) -> Iterator[EngineHarness]:
     """An engine on two ranks, or one that lays out batches as with CUDA graphs, although there are none on CPUs."""
     config = engine_config(model, drafting_config)
-    if request.param == "cuda graphs":
+    ranks, _, layout = request.param.partition(", ")
+    if ranks != "one rank":
+        config = replace(config, spec=config.spec.model_copy(update={f"{ranks}_parallel_size": 2}))
+    if layout == "cuda graphs":
         engine = start_with_extension(loop, config, ExactVerificationExtension)
         loop.run(engine.collective_rpc("test_verify_exactly"))
     elif request.param == "uniform drafts":
         engine = start_with_extension(loop, config, UniformDraftsExtension)
         loop.run(engine.collective_rpc("test_verify_uniformly"))
     else:
-        spec = config.spec.model_copy(update={f"{request.param}_parallel_size": 2})
-        engine = loop.run(Engine.start(replace(config, spec=spec)))
+        engine = loop.run(Engine.start(config))
     yield EngineHarness(engine, loop, history_store)
     engine.close()
 
 
 on_all_engines = pytest.mark.parametrize(
-    "engine", ["tensor", "pipeline", "cuda graphs", "uniform drafts"], indirect=True, scope="module"
+    "engine",
+    ["tensor", "pipeline", "one rank, cuda graphs", "tensor, cuda graphs", "uniform drafts"],
+    indirect=True,
+    scope="module",
 )
 on_two_ranks = pytest.mark.parametrize("engine", ["tensor", "pipeline"], indirect=True, scope="module")
 with_uniform_drafts = pytest.mark.parametrize("engine", ["uniform drafts"], indirect=True, scope="module")
-with_cuda_graphs = pytest.mark.parametrize("engine", ["cuda graphs"], indirect=True, scope="module")
+with_cuda_graphs = pytest.mark.parametrize("engine", ["one rank, cuda graphs"], indirect=True, scope="module")
+deferring = pytest.mark.parametrize(
+    "engine", ["one rank, cuda graphs", "tensor, cuda graphs"], indirect=True, scope="module"
+)
 
 
 @on_all_engines
@@ -165,6 +173,28 @@ def test_no_request_is_drafted_for_from_the_tokens_of_another_one(
         assert 0 == wrong
     finally:
         engine.close()
+
+
+@deferring
+def test_drafts_are_made_after_the_launch_of_a_step(engine: EngineHarness, plain_engine: EngineHarness) -> None:
+    """Each response is long enough that most of its steps read no prompt."""
+    expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
+    engine.add_history("deferred", expected[::2])
+    before = engine.loop.run(engine.engine.collective_rpc("test_deferred"))
+    assert expected == tokens_of(engine.sample(PROMPTS, GREEDY, "deferred"))
+    after = engine.loop.run(engine.engine.collective_rpc("test_deferred"))
+    assert all(steps - old_steps > 5 for (steps, _), (old_steps, _) in zip(after, before, strict=True))
+    assert after[0][1] > before[0][1]
+
+
+@deferring
+def test_late_drafts_leave_the_tokens_the_same(engine: EngineHarness, plain_engine: EngineHarness) -> None:
+    expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
+    engine.add_history("late", expected[::2])
+    engine.loop.run(engine.engine.collective_rpc("test_let_drafts_be_late"))
+    late = engine.sample(PROMPTS, GREEDY, "late")
+    assert expected == tokens_of(late)
+    assert accepted_share(late) > 0.1
 
 
 @with_cuda_graphs

@@ -48,7 +48,7 @@ def start_with_extension(loop: LoopThread, config: EngineConfig, extension: type
     name = f"{extension.__module__}.{extension.__qualname__}"
     with pytest.MonkeyPatch.context() as patch:  # the worker process imports the extension
         patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=":")
-        return loop.run(Engine.start(replace(config, overrides={"worker_extension_cls": name})))
+        return loop.run(Engine.start(replace(config, overrides=config.overrides | {"worker_extension_cls": name})))
 
 
 @dataclass

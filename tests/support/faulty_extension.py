@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -71,11 +72,44 @@ class ExactVerificationExtension(DraftingExtension):
     """The extension of an engine in which V2 lays out batches as it does for CUDA graphs of uneven drafts."""
 
     def test_verify_exactly(self) -> None:
-        """Let the runner use the manager that it would use with CUDA graphs."""
-        from rollout_worker.engine.speculator import ExactVerification
+        """Let the runner use the manager that it would use with CUDA graphs, of which every eighth size has one."""
+        from rollout_worker.engine.exact_verification import ExactVerification
+        from rollout_worker.policy.step_cost import CudaGraphs
 
-        assert self.model_runner.adaptive_verification is None
-        self.model_runner.adaptive_verification = ExactVerification(self.model_runner.input_buffers.query_start_loc)
+        runner, scheduling = self.model_runner, self._das_scheduling
+        assert runner.adaptive_verification is None
+        assert scheduling is not None
+        verification = ExactVerification(
+            runner.req_states, runner.input_buffers.query_start_loc, 1024, drafts=self._das_loop is not None
+        )
+        runner.adaptive_verification, scheduling._graphs = verification, CudaGraphs(range(8, 1025, 8))
+        self._deferred_steps = self._filler_tokens = 0
+        make_drafts = scheduling._make_drafts
+
+        def count_step(step: Any, release: Any) -> None:
+            make_drafts(step, release)
+            self._deferred_steps += 1
+            self._filler_tokens += runner.speculator.filler_tokens
+
+        vars(scheduling).update(_make_drafts=count_step)
+
+    def test_let_drafts_be_late(self) -> None:
+        """Let the device go on without drafts in every second step that is launched before its drafts are made."""
+        verification = self.model_runner.adaptive_verification
+        finish = verification._finish
+        steps = itertools.count()
+
+        def finish_late(step: Any, staged: Any) -> None:
+            if next(steps) % 2:
+                step.make_drafts(step, lambda *_: False)
+            else:
+                finish(step, staged)
+
+        vars(verification).update(_finish=finish_late)
+
+    def test_deferred(self) -> tuple[int, int]:
+        """Return how many steps were launched before their drafts were made, and how many places these left over."""
+        return self._deferred_steps, self._filler_tokens
 
 
 class UniformDraftsExtension(DraftingExtension):

@@ -128,6 +128,10 @@ class Event:
         """Wait until the device reaches the event."""
         self._device.wait_until(self._end)
 
+    def elapsed_time(self, end: Event) -> float:
+        """Return the time until another event, in milliseconds."""
+        return 1e3 * (end._end - self._end)
+
 
 class ExposedTimeExtension(DraftingExtension):
     """The extension of an engine whose device is simulated."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.figures import Figure, report, to_columns
 from rollout_store.arrays import Integers
@@ -84,7 +85,16 @@ class Simulation:
     """An engine whose steps take a simulated time."""
 
     def __init__(
-        self, workload: Workload, batch: int, card: str, *, pays: bool, drafts: bool, governed: bool, seed: int = 0
+        self,
+        workload: Workload,
+        batch: int,
+        card: str,
+        *,
+        pays: bool,
+        drafts: bool,
+        governed: bool,
+        exposed_share: float = 0.0,
+        seed: int = 0,
     ) -> None:
         """Create an engine whose places all decode.
 
@@ -95,6 +105,8 @@ class Simulation:
             pays: whether drafts pay.
             drafts: whether anything is drafted.
             governed: whether drafting is disabled where it does not pay.
+            exposed_share: time for which the device waits for the host in a step that waits for the drafter, as a share
+                of c_base.
             seed: seed of all random numbers.
         """
         self._rng, self._workload = np.random.default_rng(seed), workload
@@ -124,6 +136,10 @@ class Simulation:
         self._lengths, self._positions = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
         self._request_ids = [""] * batch
         self._numbers = itertools.count()
+        self._exposed_s = exposed_share * self._cost.base_s
+        self._waits = False
+        self._late: list[tuple[list[str], NDArray[np.int32], Integers, Integers, int, float]] = []
+        """The arguments of calls of the drafting loop for steps that the next step has not waited for."""
         for place in range(batch):
             self._open(place, int(self._rng.integers(0, workload.turn_tokens)), unread=1)
 
@@ -178,7 +194,7 @@ class Simulation:
             prompt_tokens=prompt_tokens,
             graphs=self._graphs,
         )
-        self._clock += seconds * math.exp(NOISE * self._rng.standard_normal())
+        self._clock += seconds * math.exp(NOISE * self._rng.standard_normal()) + self._waits * self._exposed_s
         sampled = self._sample(active, verified[decodes])
         self._tokens, self._draft_tokens = self._tokens + sampled, self._draft_tokens + int(verified.sum())
         drafts = self._draft(places[decodes | (read > 0)], verified[decodes | (read > 0)], tokens + prompt_tokens)
@@ -202,10 +218,23 @@ class Simulation:
 
     def _draft(self, places: Integers, verified: Integers, processed_tokens: int) -> bool:
         self._arrays.lengths[places] = 0
-        if self._loop is None or self._loop.skip_step():
+        self._waits = False
+        if self._loop is None:
             return False
         request_ids = [self._request_ids[place] for place in places.tolist()]
-        self._loop.draft(request_ids, self._num_tokens, places, verified, processed_tokens)
+        if self._exposed_s and self._loop.rest():
+            self._late.append((request_ids, self._num_tokens.copy(), places, verified, processed_tokens, self._clock))
+            return False
+        for ids, num_tokens, *others, ended_s in self._late:
+            running = [request_id if request_id in self._request_ids else "" for request_id in ids]
+            self._loop.draft(running, num_tokens, *others, ended_s=ended_s, is_late=True)
+            self._loop.plan()
+        self._late.clear()
+        if self._loop.skip_step():
+            return False
+        self._waits = True
+        ended_s = self._clock if self._exposed_s else None
+        self._loop.draft(request_ids, self._num_tokens, places, verified, processed_tokens, ended_s=ended_s)
         trial_tokens = 0 if self._controller.governor.trial is None else TRIAL_TOKENS
         drafts = int(self._arrays.lengths[places].sum()) > trial_tokens
         self._loop.plan()

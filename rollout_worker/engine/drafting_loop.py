@@ -81,8 +81,10 @@ class _Unobserved(NamedTuple):
     """Seconds of these for which the engine waited for the drafter."""
     processed_tokens: int
     """Number of tokens that the step processed."""
-    drafts: int
-    """Number of drafts that were made after the step."""
+    waited: bool
+    """Whether the step waited for the drafter, although an engine without drafts would have launched it before."""
+    drafts: int | None
+    """Number of drafts that were made after the step; None if they were late."""
 
 
 class DraftingLoop:
@@ -138,8 +140,10 @@ class DraftingLoop:
         self._unobserved: _Unobserved | None = None
         self._trial: Trial | None = None
         """The trial among the last drafts."""
-        self._last_call: float | None = None
-        """The clock at the last call of :meth:`draft`; None if the step since then is not timed."""
+        self._last_end: float | None = None
+        """When the last step ended that was drafted for; None if the step since then is not timed."""
+        self._waits = False
+        """Whether the next step waits for the drafter, although an engine without drafts would have launched it."""
         self._drafting_s = 0.0
         """Seconds for which the engine has waited for the drafter since the step began."""
         self._consecutive_failures = 0
@@ -153,7 +157,7 @@ class DraftingLoop:
 
     def interrupt_timing(self) -> None:
         """Do not measure the current step, because the engine does something else before the next one."""
-        self._last_call = None
+        self._last_end = None
 
     # The requests
 
@@ -308,9 +312,17 @@ class DraftingLoop:
         """Return whether nothing is drafted in this step, so that the sampled tokens are not needed. Call it once."""
         self.steps += 1
         if self.steps <= self._paused_until or self._controller.skip_step():
-            self._last_call = None
+            self._last_end = None
             return True
         return False
+
+    def rest(self) -> bool:
+        """Return whether the next step is to be decoded as if there were no drafter, to compare others with it.
+
+        The engine launches it without waiting for the step before, and calls :meth:`draft` for both afterwards. An
+        engine that always waits for each step need not call this; its drafts are dropped instead.
+        """
+        return self._controller.rest()
 
     def draft(
         self,
@@ -319,6 +331,9 @@ class DraftingLoop:
         places: Integers,
         verified: Integers,
         processed_tokens: int = 0,
+        *,
+        ended_s: float | None = None,
+        is_late: bool = False,
     ) -> None:
         """Write drafts for a batch, given the tokens that were just sampled, to the engine's arrays.
 
@@ -333,16 +348,24 @@ class DraftingLoop:
             verified: number of draft tokens that the step verified, shape (requests,).
             processed_tokens: number of tokens that the step processed. Those that are neither draft tokens nor the ones
                 before them belong to prompts. 0 means that the step has read no prompts.
+            ended_s: when the step ended, in seconds of any clock, if an engine without drafts launches the next step
+                before; by default, it ends now.
+            is_late: whether the next step was launched already, so that nothing is to be drafted for it.
         """
         started = self._clock()
+        waited, self._waits = self._waits, ended_s is not None and not is_late
+        ended_s = started if ended_s is None else ended_s
         try:
-            self._draft(request_ids, num_tokens, places, verified, processed_tokens, started)
+            self._draft(
+                request_ids, num_tokens, places, verified, processed_tokens, ended_s, waited=waited, is_late=is_late
+            )
         except Exception as error:
             self._record_failure(error)
             self._arrays.lengths[places] = 0
-        self._last_call = started
-        self._drafting_s = self._clock() - started
-        self.seconds += self._drafting_s
+        self._last_end = ended_s
+        drafting_s = self._clock() - started
+        self._drafting_s = 0.0 if is_late else drafting_s
+        self.seconds += drafting_s
 
     def plan(self, request_ids: list[str] | None = None) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones.
@@ -362,7 +385,10 @@ class DraftingLoop:
         places: Integers,
         verified: Integers,
         processed_tokens: int,
-        started: float,
+        ended_s: float,
+        *,
+        waited: bool,
+        is_late: bool,
     ) -> None:
         if self._unobserved is not None:
             self._plan(None)
@@ -376,11 +402,21 @@ class DraftingLoop:
         drafts, tokens, gain_s = self._batch.step(num_tokens, rows, places, verified)
         if not drafts and not self._batch.generated[: len(rows)].any():
             return  # No request has a new token.
-        seconds = None if self._last_call is None else started - self._last_call
+        seconds = None if self._last_end is None else ended_s - self._last_end
         self._unobserved = _Unobserved(
-            rows, num_tokens, places, verified, seconds, self._drafting_s, processed_tokens, drafts
+            rows,
+            num_tokens,
+            places,
+            verified,
+            seconds,
+            self._drafting_s,
+            processed_tokens,
+            waited,
+            None if is_late else drafts,
         )
-        if drafts and gain_s <= self._controller.min_gain_s:
+        if is_late:
+            tokens = self._keep_only(places, None)
+        elif drafts and gain_s <= self._controller.min_gain_s:
             tokens = self._select(places, gain_s)
         self.proposed_tokens += tokens
         self._consecutive_failures = 0
@@ -388,10 +424,13 @@ class DraftingLoop:
     def _select(self, places: Integers, gain_s: float) -> int:
         """Remove all drafts but that of a trial, and return its number of tokens."""
         drafted = self._arrays.lengths[places].astype(np.int64)
-        selected = self._controller.select_trial(self._batch_rows, drafted, gain_s)
+        return self._keep_only(places, self._controller.select_trial(self._batch_rows, drafted, gain_s))
+
+    def _keep_only(self, places: Integers, selected: int | None) -> int:
+        """Remove all drafts but one, or all, and return its number of tokens."""
         self._batch.keep_only(self._batch_rows, places, selected)
         self._batch.expected[: len(places)][np.arange(len(places)) != selected] = 0.0
-        return 0 if selected is None else int(drafted[selected])
+        return 0 if selected is None else int(self._arrays.lengths[places[selected]])
 
     def _find_rows(self, request_ids: list[str]) -> None:
         if request_ids != self._next_batch:
@@ -438,7 +477,8 @@ class DraftingLoop:
 
     def _record_drafts(self, step: _Unobserved) -> None:
         self._trial = self._controller.governor.trial
-        self._controller.record_drafts(step.drafts)
+        if step.drafts is not None:
+            self._controller.record_drafts(step.drafts)
 
     def _observe(self) -> None:
         step, self._unobserved = self._unobserved, None
@@ -477,6 +517,7 @@ class DraftingLoop:
             num_tokens - in_step,
             trial,
             prompt_tokens=max(0, step.processed_tokens - len(rows) - int(verified.sum())),
+            waited=step.waited,
         )
         self._controller.observe_step(outcome, seconds, step.drafting_s)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import repeat
@@ -61,6 +62,11 @@ class SampledStep(NamedTuple):
     processed_tokens: int
     """Number of tokens that the step processed, without those that take the place of drafts."""
     copied: torch.cuda.Event | None
+    """Reached when the step has ended and its numbers were copied; None on CPUs, where it has."""
+    ended_s: float
+    """When it ended, on CPUs."""
+    is_late: bool = False
+    """Whether the next step of its requests was launched without waiting for it."""
 
     def wait(self) -> NDArray[np.int32]:
         """Wait until the step has sampled its tokens; return the numbers of tokens by row, shape (max_num_reqs,)."""
@@ -82,8 +88,9 @@ class HistorySpeculator(BaseSpeculator):
         """Number of draft tokens that the running step verifies, by row of the runner's state."""
         self.filler_tokens = 0
         """Number of tokens of the running step that take the place of drafts."""
-        self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
-        """The steps without drafts so far, oldest first. The pipeline holds one for each of its stages."""
+        self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 2)
+        """The steps without drafts so far, oldest first. The pipeline holds one for each of its stages, and one more
+        may have ended before a step at rest."""
         self.on_launched: Callable[[list[str]], None] | None = None
         """Called with the requests of a step when everything that it runs on the device was launched."""
         # vLLM runs steps with these drafts to warm up, so that they must be in the vocabulary.
@@ -108,12 +115,14 @@ class HistorySpeculator(BaseSpeculator):
             total_len.copy_(source, non_blocking=True)
             copied = None
             if self._is_cuda:
-                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 copied.record()
             rows = input_batch.idx_mapping_np.astype(np.int64)
             tokens = int(input_batch.num_tokens) - self.filler_tokens
             self.filler_tokens = 0
-            step = SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, tokens, copied)
+            step = SampledStep(
+                input_batch.req_ids, rows, self.verified[rows], total_len, tokens, copied, time.perf_counter()
+            )
             self.sampled.append(step)
             if self.on_launched is not None:
                 self.on_launched(input_batch.req_ids)
@@ -147,6 +156,7 @@ class DraftScheduling:
         self.draft_tokens = 0
         """Number of draft tokens that were passed to verification."""
         self._loop: DraftingLoop | None = None
+        self._clock = _DeviceClock()
         states = runner.req_states
         self._drafts = torch.full(
             states.draft_tokens.shape, FILLER, dtype=torch.int64, pin_memory=states.device.type == "cuda"
@@ -188,8 +198,9 @@ class DraftScheduling:
         if loop is not None:
             loop.guard(lambda: self._follow(loop, scheduler_output))
         planned = scheduler_output.scheduled_spec_decode_tokens
-        budget = self._choose_budget(scheduler_output)
-        if budget is None and loop is not None:
+        rests = loop is not None and self._rest(loop, planned)
+        budget = self._choose_budget(scheduler_output, rests=rests)
+        if budget is None and loop is not None and not rests:
             loop.guard(lambda: self._draft(loop, planned))
         verification = self._runner.adaptive_verification
         if verification is not None:
@@ -227,7 +238,17 @@ class DraftScheduling:
             )
         )
 
-    def _choose_budget(self, scheduler_output: Any) -> int | None:
+    def _rest(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> bool:
+        """Return whether a step is to be launched at once and without drafts, as in an engine that does not draft."""
+        sampled = self._runner.speculator.sampled
+        due = [number for number, step in enumerate(sampled) if not planned.keys().isdisjoint(step.request_ids)]
+        if not due or not loop.rest():
+            return False
+        for number in due:
+            sampled[number] = sampled[number]._replace(is_late=True)
+        return True
+
+    def _choose_budget(self, scheduler_output: Any, *, rests: bool) -> int | None:
         """Return how many draft tokens a step verifies whose drafts are made after its launch.
 
         0 means that it has no such drafts: the drafter rests, or has drafted already. None means that the drafts must
@@ -246,7 +267,7 @@ class DraftScheduling:
         loop = self._loop
         if verification.times_expired >= _MAX_TIMES_EXPIRED:
             budget = None
-        elif loop is not None and loop.guard(lambda: self._draft_early(loop, planned)) is False:
+        elif loop is not None and not rests and loop.guard(lambda: self._draft_early(loop, planned)) is False:
             tokens = requests + max(1, math.ceil(self._drafts_per_request * requests))
             budget = min(self._graphs.pad(tokens) - requests, places)
         return budget if self._broadcast is None else self._broadcast(budget)
@@ -258,6 +279,8 @@ class DraftScheduling:
         for here.
         """
         sampled = self._runner.speculator.sampled
+        while sampled and sampled[0].is_late:
+            self._draft_next(loop)
         if len(sampled) != 1 or planned.keys().isdisjoint(sampled[0].request_ids):
             self._draft(loop, planned)
             return True
@@ -381,27 +404,53 @@ class DraftScheduling:
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.
 
-        It waits for the steps that sampled them, and not for later ones, which the pipeline still runs. A step is timed
-        if each planned step waits for one.
+        It waits for the steps that sampled them, and not for later ones, which the pipeline still runs.
         """
         sampled, wanted = self._runner.speculator.sampled, planned.keys()
         due = [number for number, step in enumerate(sampled, 1) if not wanted.isdisjoint(step.request_ids)]
-        count = max(due, default=0)
-        if count != 1:
-            loop.interrupt_timing()
-        for _ in range(count):
-            step = sampled.popleft()
+        for _ in range(max(due, default=0)):
+            self._draft_next(loop)
+
+    def _draft_next(self, loop: DraftingLoop) -> None:
+        """Draft for the requests of the oldest step, unless the drafter skips it."""
+        step = self._runner.speculator.sampled.popleft()
+        if loop.skip_step():
             self._lengths[step.rows] = 0
-            if loop.skip_step():
-                continue
-            self._draft_for(loop, step)
-            if count > 1:
-                loop.interrupt_timing()  # The next step has ended meanwhile.
+            return
+        self._draft_for(loop, step)
+        if step.is_late:
+            loop.plan(step.request_ids)
 
     def _draft_for(self, loop: DraftingLoop, step: SampledStep) -> None:
         """Wait for the tokens that a step samples, and draft for its requests."""
         self._lengths[step.rows] = 0
-        loop.draft(step.request_ids, step.wait(), step.rows, step.verified, step.processed_tokens)
+        total_len = step.wait()
+        loop.draft(
+            step.request_ids,
+            total_len,
+            step.rows,
+            step.verified,
+            step.processed_tokens,
+            ended_s=self._clock.end_of(step),
+            is_late=step.is_late,
+        )
+
+
+class _DeviceClock:
+    """Measures when steps end, from the end of the first one."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._last: torch.cuda.Event | None = None
+
+    def end_of(self, step: SampledStep) -> float:
+        """Return when a step ended that has been waited for, in seconds. Steps must be passed in order."""
+        if step.copied is None:
+            return step.ended_s
+        if self._last is not None:
+            self._seconds += self._last.elapsed_time(step.copied) / 1e3
+        self._last = step.copied
+        return self._seconds
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

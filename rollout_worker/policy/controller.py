@@ -104,6 +104,10 @@ class DraftController:
         self._policy, self._governed = policy, governed
         self._backoff = IdleBackoff()
         self._generation: int | None = None
+        self._has_drafts = False
+        """Whether drafts are verified whose outcome has not been observed."""
+        self._waits = False
+        """Whether steps wait for the drafter even if nothing is drafted, so that verifying drafts takes no longer."""
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
@@ -129,6 +133,7 @@ class DraftController:
     def add_unobserved(self, row: int, tokens: int) -> None:
         """Record tokens that a rollout generated in steps that were not observed."""
         self._policy.add_unobserved(row, tokens)
+        self.governor.count_tokens(tokens)
 
     def close(self, row: int) -> None:
         """Stop following a rollout that has ended."""
@@ -143,7 +148,17 @@ class DraftController:
     def skip_step(self) -> bool:
         """Return whether nothing is drafted in this step and its outcome is not observed. Call it once per step."""
         self.governor.count_step()
+        if self._waits and self._governed and not self._has_drafts and not self.governor.is_worth_waiting:
+            self.governor.save_time()
+            return True
         return self._backoff.skip_step()
+
+    def rest(self) -> bool:
+        """Return whether the next step is for reference, and count it."""
+        if not self._governed or self.governor.drafting_disabled or not self.governor.is_reference_step:
+            return False
+        self.governor.count_step_with_drafts()
+        return True
 
     def compute_budgets(self, rows: Integers, step_rollouts: int | None = None) -> DraftBudgets:
         """Choose the draft budgets of the next steps, and set :attr:`min_gain_s`.
@@ -151,6 +166,8 @@ class DraftController:
         See :meth:`DraftPolicy.compute_budgets`. A step decodes *step_rollouts* of the rollouts (default: all).
         """
         cost, graphs = self.fit.cost, self.fit.graphs
+        if self._waits:
+            cost = cost._replace(drafting_s=0.0)
         rollouts = len(rows) if step_rollouts is None else step_rollouts
         # With several micro-batches, a rollout shares c_base only with those of its own.
         budgets = self._policy.compute_budgets(rows, cost._replace(base_s=cost.base_s * len(rows) / rollouts))
@@ -162,6 +179,7 @@ class DraftController:
             budgets = budgets._replace(min_survivals=_FILLING_SURVIVAL_SHARE * budgets.min_survivals)
         if not self._governed:
             return budgets
+        self.governor.wait_cost = self._waits * self.fit.cost.drafting_s / cost.step_time(rollouts, 0)
         trial_tokens = TRIAL_TOKENS * (rollouts if self.uniform_lengths else 1)
         self.governor.trial_cost = float(cost.draft_costs(rollouts, trial_tokens)[-1]) / cost.step_time(rollouts, 0)
         if self.governor.is_reference_step:
@@ -188,7 +206,7 @@ class DraftController:
         """Record how many drafts there were before :meth:`select_trial` chose among them. Call it once per step."""
         if not self._governed:
             return
-        has_drafts = drafts > 0 and not self._is_idle
+        has_drafts = self._has_drafts = drafts > 0 and not self._is_idle
         self._is_idle = False
         self._backoff.record_step(has_drafts)
         if has_drafts:
@@ -205,6 +223,7 @@ class DraftController:
         num_rollouts = len(step.rows)
         if not num_rollouts:
             return
+        self._waits |= step.waited
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
         self.governor.observe_step(step, accepted)
@@ -247,9 +266,12 @@ class DraftController:
         num_rollouts, drafted = len(step.rows), int(step.drafted.sum())
         context_tokens, prompt_tokens = int(step.context_tokens.sum()), step.prompt_tokens
         is_uniform = bool((step.drafted == step.drafted[0]).all())
+        is_slowed = drafted > 0 or step.waited
         last_cost, graphs = self.fit.cost, self.fit.graphs
         is_representative = self.fit.observe(
-            TimedStep(num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0, prompt_tokens)
+            TimedStep(
+                num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0, prompt_tokens, step.waited
+            )
         )
         cost = self.fit.cost
         if cost is not last_cost and self.fit.num_steps <= _FIRST_STEPS:
@@ -262,7 +284,11 @@ class DraftController:
         decoding_s = cost.step_time(num_rollouts, context_tokens, graphs=graphs)
         without_drafts_s = cost.step_time(num_rollouts, context_tokens, prompt_tokens=prompt_tokens, graphs=graphs)
         predicted_s = cost.step_time(
-            num_rollouts + drafted, context_tokens, has_drafts=drafted > 0, prompt_tokens=prompt_tokens, graphs=graphs
+            num_rollouts + drafted,
+            context_tokens,
+            has_drafts=is_slowed,
+            prompt_tokens=prompt_tokens,
+            graphs=graphs,
         )
         # The machine is as slow with drafts as without.
         slowness, reading_s = seconds / predicted_s, without_drafts_s - decoding_s
@@ -276,7 +302,7 @@ class DraftController:
         if step.trial is None or not trial_tokens or others.any():
             self.governor.observe_time(
                 (seconds - reading_s) / decoding_s if is_representative else None,
-                self._saved_share(step.rows, accepted) if drafted else None,
+                self._saved_share(step.rows, accepted) if is_slowed else None,
                 predicted_time=(predicted_s - reading_s) / decoding_s,
                 # The longer the prompts, the less certain is the time of decoding.
                 weight=(decoding_s / without_drafts_s) ** 2,

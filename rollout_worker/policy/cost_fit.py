@@ -52,6 +52,8 @@ class TimedStep(NamedTuple):
     has_drafts: bool = False
     prompt_tokens: int = 0
     """Number of tokens of prompts that the step read besides."""
+    waited: bool = False
+    """Whether it waited for the drafter, which then counts as part of the cost of drafting, without drafts as well."""
 
 
 class _KeptSteps:
@@ -136,7 +138,7 @@ class CostFit:
             return False
         padded = self.graphs.pad(tokens) - step.prompt_tokens
         used = used_experts(tokens, self.cost.expert_share)
-        features = (1.0, padded, step.context_tokens, step.has_drafts, used, step.prompt_tokens)
+        features = (1.0, padded, step.context_tokens, step.has_drafts or step.waited, used, step.prompt_tokens)
         last_features, last_seconds = self._last or (features, step.seconds)
         self._last = features, step.seconds
         kind = _power_of_two(tokens), step.is_uniform, step.prompt_tokens > 0

@@ -112,6 +112,8 @@ class StepOutcome(NamedTuple):
     """:attr:`Governor.trial` after the drafts of this step were selected."""
     prompt_tokens: int = 0
     """Number of tokens of prompts that the step read besides."""
+    waited: bool = False
+    """Whether it waited for the drafter, although an engine without drafts would have launched it before."""
 
 
 class Gain(NamedTuple):
@@ -171,13 +173,14 @@ class Governor:
 
     A machine that also does something else is slow for seconds, and then all steps are. Only steps of the same
     micro-batch that follow each other are therefore compared, one with drafts and one without. If every step has
-    drafts, some are decoded without them for reference (:meth:`is_reference_step`). Drafting is disabled if both the
-    mean and the median of the comparisons show a loss. Rare long delays affect only the mean, although they cost time,
-    and one kind of step may have more of them. Where the speed of the machine often changes, the mean is less certain.
-    The difference of two steps is limited, because some fall on such a change. Steps vary with their numbers of draft
-    tokens by more than drafts gain. Each is therefore divided by its predicted duration, so that the comparisons
-    measure only by how much the prediction is wrong, and the average prediction is added. A disabled drafter takes no
-    time, so that the time that it takes in steps without drafts counts as well.
+    drafts, some are decoded without them for reference (:meth:`is_reference_step`). An engine that waits for the
+    drafter before it launches a step launches these at once, as it would without drafting. Drafting is disabled if both
+    the mean and the median of the comparisons show a loss. Rare long delays affect only the mean, although they
+    cost time, and one kind of step may have more of them. Where the speed of the machine often changes, the mean is
+    less certain. The difference of two steps is limited, because some fall on such a change. Steps vary with their
+    numbers of draft tokens by more than drafts gain. Each is therefore divided by its predicted duration, so that
+    the comparisons measure only by how much the prediction is wrong, and the average prediction is added. A
+    disabled drafter takes no time, so that the time that it takes in steps without drafts counts as well.
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
     would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
@@ -194,6 +197,8 @@ class Governor:
         """Number of tokens of all trials."""
         self.trial_cost = 0.0
         """Duration that a trial adds to a step, as a share of a step without drafts."""
+        self.wait_cost = 0.0
+        """Duration that waiting for the drafter adds to a step, as the same share."""
         self._exploration = exploration
         self._allowance_tokens = 0.0
         """Number of tokens that may be spent on trials now."""
@@ -238,6 +243,25 @@ class Governor:
             self._steps_to_retry -= 1
             if self._steps_to_retry <= 0:
                 self.retry()
+
+    def save_time(self) -> None:
+        """Save time for a trial by a step without drafts."""
+        self._allowance_steps = min(self._allowance_steps + self._exploration, _MAX_SAVED_TRIALS * self._look_cost)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Count generated tokens."""
+        limit = _MAX_SAVED_TRIALS * TRIAL_TOKENS
+        self._allowance_tokens = min(self._allowance_tokens + self._exploration * tokens, limit)
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        """Whether steps may wait for the drafter, because drafting is not disabled, or there is time for a trial."""
+        return not self.drafting_disabled or self._allowance_steps >= self._look_cost
+
+    @property
+    def _look_cost(self) -> float:
+        """Time that a trial takes, in steps without drafts; the engine waits before and after it."""
+        return self.trial_cost + 2 * self.wait_cost
 
     def retry_soon(self) -> None:
         """If drafting is disabled, enable it after as many steps as after the first stop, or earlier.
@@ -377,10 +401,10 @@ class Governor:
     def observe_step(self, step: StepOutcome, accepted: Integers) -> None:
         """Record how many draft tokens of each rollout were accepted in one step, shape (rollouts,)."""
         rows, drafted, expected = step.rows, step.drafted, step.expected
-        self._allowance_tokens = min(
-            self._allowance_tokens + self._exploration * int(step.generated.sum()), _MAX_SAVED_TRIALS * TRIAL_TOKENS
-        )
-        self._allowance_steps = min(self._allowance_steps + self._exploration, _MAX_SAVED_TRIALS * self.trial_cost)
+        self.count_tokens(int(step.generated.sum()))
+        self.save_time()
+        if step.waited:
+            self._allowance_steps -= self.wait_cost
         if not drafted.any():
             return
         self._engine_expected += float(expected.sum())
@@ -413,7 +437,8 @@ class Governor:
         Args:
             relative_time: duration of the decoding as a multiple of what is predicted without drafts; None if it is
                 unknown, or not representative, or if its only draft was a trial.
-            saving: share of a step with drafts that the accepted tokens have saved; None if nothing was drafted.
+            saving: share of a step with drafts that the accepted tokens have saved; None if it is a step for reference,
+                because nothing was drafted and it did not wait for the drafter longer than *drafter_share* says.
             predicted_time: the same duration as predicted with its drafts, if there are any.
             weight: weight of the step in comparisons with others.
             micro_batch: number of the micro-batch that the step decoded.

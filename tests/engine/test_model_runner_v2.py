@@ -13,11 +13,11 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import UpdateMode
 from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.draft_settings import DraftingConfig
-from rollout_worker.engine.engine import Engine
 from tests.support.engines import EngineHarness, engine_config, needs_v2, start_with_extension
 from tests.support.faulty_extension import (
     ExactVerificationExtension,
     PlacesExtension,
+    RestingExtension,
     UniformDraftsExtension,
     WarmUpExtension,
 )
@@ -60,7 +60,7 @@ def engine(
         engine = start_with_extension(loop, config, UniformDraftsExtension)
         loop.run(engine.collective_rpc("test_verify_uniformly"))
     else:
-        engine = loop.run(Engine.start(config))
+        engine = start_with_extension(loop, config, RestingExtension)
     yield EngineHarness(engine, loop, history_store)
     engine.close()
 
@@ -104,6 +104,19 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
     for result in results[:64]:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+@on_all_engines
+def test_steps_that_do_not_wait_for_drafts_leave_the_tokens_the_same(
+    engine: EngineHarness, plain_engine: EngineHarness
+) -> None:
+    expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
+    engine.add_history("rests", expected[::2])
+    engine.loop.run(engine.engine.collective_rpc("test_rest_often"))
+    results = engine.sample(PROMPTS, GREEDY, "rests")
+    assert expected == tokens_of(results)
+    assert accepted_share(results) > 0.2
+    assert sum(engine.loop.run(engine.engine.collective_rpc("test_rests"))) > 5
 
 
 @with_uniform_drafts

@@ -68,7 +68,30 @@ class PlacesExtension(DraftingExtension):
         return self._wrong_places, self._checked_places
 
 
-class ExactVerificationExtension(DraftingExtension):
+class RestingExtension(DraftingExtension):
+    """The extension of an engine that decodes many steps for reference."""
+
+    _num_rests = 0
+
+    def test_rest_often(self) -> None:
+        """Launch every third step without waiting for its drafts from now on."""
+        if self._das_loop is None:
+            return
+        steps = itertools.count()
+
+        def rest() -> bool:
+            rests = next(steps) % 3 == 0
+            self._num_rests += rests
+            return rests
+
+        vars(self._das_loop).update(rest=rest)
+
+    def test_rests(self) -> int:
+        """Return how many steps were launched so."""
+        return self._num_rests
+
+
+class ExactVerificationExtension(RestingExtension):
     """The extension of an engine in which V2 lays out batches as it does for CUDA graphs of uneven drafts."""
 
     def test_verify_exactly(self) -> None:
@@ -112,7 +135,7 @@ class ExactVerificationExtension(DraftingExtension):
         return self._deferred_steps, self._filler_tokens
 
 
-class UniformDraftsExtension(DraftingExtension):
+class UniformDraftsExtension(RestingExtension):
     """The extension of an engine whose drafts have one length in each step, as with CUDA graphs that require this.
 
     The longest drafts have no graph, as if it were larger than the largest size.

@@ -53,13 +53,13 @@ class PlacesExtension(DraftingExtension):
             prompts[request_id] = list(prompt)
             add(request_id, settings, prompt, end_tokens)
 
-        def checked_draft(request_ids: list[str], num_tokens: Any, places: Any, *others: Any) -> None:
+        def checked_draft(request_ids: list[str], num_tokens: Any, places: Any, *others: Any, **named: Any) -> None:
             for request_id, place in zip(request_ids, places.tolist(), strict=True):
                 if loop.knows(request_id) and request_id in prompts:
                     prompt = prompts[request_id]
                     self._checked_places += 1
                     self._wrong_places += token_ids[place, : len(prompt)].tolist() != prompt
-            draft(request_ids, num_tokens, places, *others)
+            draft(request_ids, num_tokens, places, *others, **named)
 
         vars(loop).update(add=checked_add, draft=checked_draft)
 

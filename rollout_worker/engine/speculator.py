@@ -265,10 +265,11 @@ class DraftScheduling:
             return None
         budget: int | None = 0
         loop = self._loop
-        if verification.times_expired >= _MAX_TIMES_EXPIRED:
+        tokens = requests + max(1, math.ceil(self._drafts_per_request * requests))
+        # Without a graph, a step may have more launches than CUDA queues behind the gate, so that the host would wait.
+        if verification.times_expired >= _MAX_TIMES_EXPIRED or tokens > self._graphs.max_tokens:
             budget = None
         elif loop is not None and not rests and loop.guard(lambda: self._draft_early(loop, planned)) is False:
-            tokens = requests + max(1, math.ceil(self._drafts_per_request * requests))
             budget = min(self._graphs.pad(tokens) - requests, places)
         return budget if self._broadcast is None else self._broadcast(budget)
 

@@ -46,21 +46,15 @@ def is_idle(engine: EngineHarness) -> bool:
 @pytest.mark.parametrize("interval", [40, 100])
 def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness, interval: int) -> None:
     sampling = Sampling(n=1, max_tokens=300, allowed_token_ids=WITHOUT_EOS, logprobs=True, temperature=0.3)
-    partials: list[Partial] = []
     cache_usage: list[float] = []
-
-    def receive(partial: Partial) -> None:
-        partials.append(partial)
-        cache_usage.append(engine.engine.counters.kv_cache_usage)
-
-    request = engine.request(PROMPT, sampling, "partials")
-    result = engine.loop.run(
-        engine.engine.generate(request, 0, on_partial=receive, partial_interval=interval),
+    result, partials = engine.generate_partially(
+        engine.request(PROMPT, sampling, "partials"),
+        interval,
+        max_gap=interval,
+        on_partial=lambda _: cache_usage.append(engine.engine.counters.kv_cache_usage),
     )
     assert 0 < max(cache_usage) < 1
-    lengths = [len(partial.token_ids) for partial in partials]
     max_step_tokens = 1 + (MAX_DRAFT_TOKENS if engine.engine.config.drafting else 0)
-    assert int(np.diff([0, *lengths, 300]).max()) <= interval
     assert len(partials) <= 300 / (interval - max_step_tokens)
     assert result.logprobs is not None
     for partial in partials:
@@ -71,14 +65,10 @@ def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness,
 
 
 def test_partials_have_the_most_likely_tokens(engine: EngineHarness) -> None:
-    partials: list[Partial] = []
     request = engine.request(PROMPT, Sampling(n=1, max_tokens=120, allowed_token_ids=WITHOUT_EOS, top_logprobs=2))
-    result = engine.loop.run(
-        engine.engine.generate(request, 0, on_partial=partials.append, partial_interval=40),
-    )
+    result, partials = engine.generate_partially(request, 40)
     assert result.tokens.top_logprobs is not None
     assert {2} == {len(likely) for likely in result.tokens.top_logprobs}
-    assert partials
     for partial in partials:
         assert partial.since(0) == result.tokens.model_copy(
             update={name: values[: partial.num_tokens] for name, values in result.tokens if isinstance(values, list)}

@@ -112,11 +112,8 @@ def test_a_continued_response_has_the_kept_tokens_of_its_prefix(
     engine: EngineHarness, reference: ReferenceDistribution
 ) -> None:
     sampling = Sampling(n=1, max_tokens=100, top_k=6, top_p=0.9, allowed_token_ids=WITHOUT_EOS, kept_tokens=True)
-    partials: list[Partial] = []
-    request = engine.request(PROMPT, sampling)
-    whole = engine.loop.run(engine.engine.generate(request, 0, on_partial=partials.append, partial_interval=40))
+    whole, partials = engine.generate_partially(engine.request(PROMPT, sampling), 40)
     check_kept(reference, PROMPT, whole.tokens, sampling)
-    assert partials
     [continued] = engine.continue_from(PROMPT, sampling, [partials[0]])
     assert whole.tokens.kept_token_ids is not None
     assert continued.tokens.kept_token_ids is not None
@@ -234,10 +231,7 @@ def test_a_continued_response_keeps_the_log_probabilities_of_its_prompt(
     sampling = Sampling(
         n=1, max_tokens=120, allowed_token_ids=WITHOUT_EOS, prompt_logprobs=True, top_prompt_logprobs=TOP
     )
-    partials: list[Partial] = []
-    request = engine.request(PROMPT, sampling)
-    whole = engine.loop.run(engine.engine.generate(request, 0, on_partial=partials.append, partial_interval=40))
-    assert partials
+    whole, partials = engine.generate_partially(engine.request(PROMPT, sampling), 40)
     check_prompt(reference, PROMPT, whole.tokens, top=TOP)
     for partial in partials:
         assert whole.tokens.prompt_logprob_fields() == partial.prompt_logprob_fields()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +33,7 @@ _REPOSITORY = Path(__file__).parents[2]
 KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
+PARTIAL_ATTEMPTS = 20
 USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether engines use vLLM's V2 model runner."""
 needs_v2 = pytest.mark.skipif(not USES_V2, reason="run with make test-v2")
@@ -108,6 +111,32 @@ class EngineHarness:
             return list(await asyncio.gather(*calls))
 
         return self.loop.run(gather())
+
+    def generate_partially(
+        self,
+        request: RolloutRequest,
+        interval: int,
+        *,
+        max_gap: float = math.inf,
+        on_partial: Callable[[Partial], object] = lambda _: None,
+    ) -> tuple[GenerationResult, list[Partial]]:
+        """Generate one response; return it and its partials, at least one. *on_partial* receives them, too.
+
+        While this process is busy, tokens come together, so that a response may have no partials, or more than
+        *max_gap* tokens between two of them. It is then generated again.
+        """
+        for _ in range(PARTIAL_ATTEMPTS):
+            partials: list[Partial] = []
+
+            def receive(partial: Partial, partials: list[Partial] = partials) -> None:
+                partials.append(partial)
+                on_partial(partial)
+
+            result = self.loop.run(self.engine.generate(request, 0, on_partial=receive, partial_interval=interval))
+            ends = [0, *(len(partial.token_ids) for partial in partials), len(result.token_ids)]
+            if partials and max(map(operator.sub, ends[1:], ends)) <= max_gap:
+                return result, partials
+        pytest.fail(f"no response of {PARTIAL_ATTEMPTS} had partials with gaps of at most {max_gap} tokens")
 
     def request(
         self, prompt: Sequence[int], sampling: Sampling, problem: str = "p", **fields: object

@@ -12,7 +12,14 @@ from benchmarks.figures import Figure
 
 OURS = "das-rollout"
 RUN_AHEAD = "das-rollout-run-ahead"
-OWN_METHODS = ("constant-threshold", "with-lengths", OURS, RUN_AHEAD, "das-rollout-live-siblings")
+OWN_METHODS = (
+    "constant-threshold",
+    "with-lengths",
+    OURS,
+    "das-rollout-drafts-first",
+    RUN_AHEAD,
+    "das-rollout-live-siblings",
+)
 """This project's method and its variants."""
 BOUND = "clairvoyant"
 MIN_SAVED, MIN_SAVED_WITHOUT_HISTORY = 0.7, 0.35

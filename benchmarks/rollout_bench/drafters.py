@@ -39,10 +39,6 @@ class TimeOnHost:
         return float(np.interp(requests, self._sizes, self._seconds)) * first
 
 
-NO_TIME = TimeOnHost([1], [0.0])
-"""Of drafters that run on the GPU, whose time is not known here and is not charged."""
-
-
 class IndexDrafter:
     """This project's suffix index in the drafting loop of an engine, with any policy."""
 
@@ -59,8 +55,6 @@ class IndexDrafter:
         max_tokens: int,
         expert_share: float,
         governed: bool,
-        seconds: TimeOnHost,
-        overhead_s: float,
     ) -> None:
         """Create a drafter.
 
@@ -75,8 +69,6 @@ class IndexDrafter:
             max_tokens: length at which responses are cut off.
             expert_share: share of the experts that one token uses; 0 in a dense model.
             governed: whether the governor limits the policy.
-            seconds: the drafter's time.
-            overhead_s: what the host does besides, while the engine waits, in steps with drafting.
         """
         self._text, self._index = text, index
         self._policy = policy.make(lengths, overall_lengths)
@@ -88,7 +80,6 @@ class IndexDrafter:
         self._requests: dict[int, str] = {}
         self._num_opened = 0
         self._sources, self._max_tokens = tuple(sources), max_tokens
-        self._seconds, self._overhead_s = seconds, overhead_s
 
     @property
     def cost(self) -> StepCost:
@@ -126,18 +117,18 @@ class IndexDrafter:
         self._loop.remove([request_id])
         self._loop.take_counts([request_id])
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
         if self._loop.skip_step():
             self._text.lengths[places] = 0
-            return 0.0
+            return False
         request_ids = [self._requests[place] for place in places.tolist()]
         self._index.wait_idle()  # so that drafts do not depend on how fast this machine is
         self._loop.draft(request_ids, self._text.num_tokens, places, verified, self._text.processed_tokens)
         self._loop.plan(request_ids)
         if self._loop.failures:
             raise RuntimeError(f"drafting has failed: {self._loop.last_failure}")
-        return self._seconds(len(places)) + self._overhead_s
+        return True
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
@@ -158,8 +149,6 @@ class TreeDrafter:
         max_spec_factor: float = 1.0,
         min_token_prob: float = 0.1,
         depth: int = 24,
-        seconds: TimeOnHost,
-        overhead_s: float = 0.0,
         keeps_live_text: bool = True,
     ) -> None:
         """Create a drafter with empty trees; the defaults are vLLM's.
@@ -170,12 +159,9 @@ class TreeDrafter:
             max_spec_factor: maximum draft tokens for each matched token.
             min_token_prob: probability below which a draft ends.
             depth: maximum number of matched tokens.
-            seconds: the drafter's time.
-            overhead_s: what the host does besides, while the engine waits.
             keeps_live_text: whether the shared tree holds running rollouts.
         """
         self._text, self._per_problem, self._depth = text, per_problem, depth
-        self._seconds, self._overhead_s = seconds, overhead_s
         self._settings = (max_spec_factor, 0.0, min_token_prob, False)
         self._keeps_live_text = keeps_live_text
         self._trees: dict[str, Any] = {}
@@ -213,7 +199,7 @@ class TreeDrafter:
                 shared.extend_ndarray(sequence, new)
             self._known[place] = length
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
         for place in places.tolist():
             self._extend(place)
@@ -229,7 +215,7 @@ class TreeDrafter:
                 tokens = tokens[: tokens.index(END_OF_TURN) + 1]
             self._text.drafts[place, : len(tokens)] = tokens
             self._text.lengths[place] = len(tokens)
-        return self._seconds(len(places)) + self._overhead_s
+        return True
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
@@ -254,7 +240,7 @@ class NgramDrafter:
     def close(self, place: int) -> None:
         """See :class:`Drafter`."""
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
         width = self._text.drafts.shape[1]
         for place in places.tolist():
@@ -262,7 +248,7 @@ class NgramDrafter:
             tokens = self._propose(known, self._min_ngram, self._max_ngram, _NO_LENGTH_LIMIT, width)
             self._text.drafts[place, : len(tokens)] = tokens
             self._text.lengths[place] = len(tokens)
-        return 0.0
+        return True
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """Do nothing: n-grams use no history."""
@@ -285,14 +271,13 @@ class TwoDrafters:
         """See :class:`Drafter`."""
         self._by_place.pop(place).close(place)
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
-        seconds = 0.0
         for drafter in (self._rollouts, self._copies):
             chosen = np.array([self._by_place[place] is drafter for place in places.tolist()])
             if chosen.any():
-                seconds += drafter.draft(places[chosen], verified[chosen])
-        return seconds
+                drafter.draft(places[chosen], verified[chosen])
+        return True
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
@@ -325,7 +310,7 @@ class SuffixGpuDrafter:
     def close(self, place: int) -> None:
         """See :class:`Drafter`."""
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
         num_tokens = self._text.num_tokens[places]
         token_ids = np.ascontiguousarray(self._text.token_ids[places, : int(num_tokens.max()) + 1])
@@ -337,7 +322,7 @@ class SuffixGpuDrafter:
             self._text.drafts[place, :length] = tokens[:length]
             self._text.lengths[place] = length
         self._drafter.poll()
-        return 0.0
+        return True
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""

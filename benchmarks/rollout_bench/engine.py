@@ -88,7 +88,7 @@ class Drafter(Protocol):
     def close(self, place: int) -> None:
         """End a turn, whose tokens are complete, or stop drafting for it."""
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """Write the drafts of requests to the engine's arrays.
 
         Args:
@@ -96,7 +96,7 @@ class Drafter(Protocol):
             verified: how many draft tokens the last step verified for each, shape (requests,).
 
         Returns:
-            For how long the engine waits for the drafts, in seconds.
+            Whether the next step waits for them; not if the drafter rests.
         """
 
     def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
@@ -108,14 +108,18 @@ class Drafter(Protocol):
         """
 
 
+HostTime = Callable[[int, bool], float]
+"""For how many seconds the GPUs wait for the host before a step with drafts, by its number of requests and whether it
+reads prompts."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How an engine runs."""
 
     places: int
     """Maximum number of rollouts that it decodes at once."""
-    overhead_s: float
-    """Seconds that the host adds to every step."""
+    host_s: HostTime
     piecewise: bool = False
     """Whether steps with drafts of different lengths run attention outside of the CUDA graphs."""
     max_draft: int = 0
@@ -235,6 +239,7 @@ class SimulatedEngine:
         self._position, self._length = np.zeros(settings.places, np.int64), np.zeros(settings.places, np.int64)
         self._unprocessed = np.zeros(settings.places, np.int64)
         """Tokens to process in the next step; nothing is drafted in that step."""
+        self._waits_for_drafts = False
         self._columns = np.arange(settings.max_draft + 1)
         self._preempted: deque[Rollout] = deque()
         self._cached_prompts: set[str] = set()
@@ -350,13 +355,15 @@ class SimulatedEngine:
         return ends
 
     def _advance_clock(self, active: Integers, lengths: Integers) -> None:
+        if self._waits_for_drafts:
+            self.wait(self._settings.host_s(len(active), bool(self._unprocessed[active].any())))
         tokens = int(np.where(self._unprocessed[active] > 0, self._unprocessed[active], lengths + 1).sum())
         self.text.processed_tokens = tokens
         piecewise = self._settings.piecewise and bool((lengths != lengths[0]).any())
         forward_s = self._accelerator.forward_s(tokens, int(self.text.num_tokens[active].sum()), piecewise=piecewise)
         forward_s *= math.exp(self._noise.deviation * self._random.standard_normal())
         forward_s *= self._noise.delay_factor if self._random.random() < self._noise.delayed_share else 1.0
-        self.wait(forward_s + self._settings.overhead_s)
+        self.wait(forward_s)
 
     def wait(self, seconds: float) -> None:
         """Advance the clock."""
@@ -364,9 +371,7 @@ class SimulatedEngine:
         self.total_s += seconds
 
     def _draft(self, places: Integers, verified: Integers) -> None:
-        if self.drafter is None or not len(places):
-            return
-        self.wait(self.drafter.draft(places, verified))
+        self._waits_for_drafts = self.drafter is not None and len(places) > 0 and self.drafter.draft(places, verified)
 
     def _end_turn(self, place: int) -> TurnEnd:
         rollout = self._rollouts[place]

@@ -18,6 +18,7 @@ from benchmarks.rollout_bench.engine import (
     EngineSettings,
     EngineText,
     FinishedTurn,
+    HostTime,
     Noise,
     Rollout,
     SimulatedEngine,
@@ -56,7 +57,7 @@ class Method:
     make_drafter: Callable[[DrafterInputs], Drafter] | None = None
     """Creates the drafter of an engine; None: nothing is drafted."""
     max_draft: int = 0
-    overhead_s: float = 0.0
+    host_s: HostTime = lambda requests, reads_prompts: 0.0
     """See :class:`EngineSettings`."""
     piecewise: bool = False
     knows_acceptance: bool = False
@@ -227,7 +228,7 @@ class JobSimulation:
             SimulatedEngine(
                 EngineSettings(
                     batch // engines + (number < batch % engines),
-                    method.overhead_s,
+                    method.host_s,
                     method.piecewise,
                     method.max_draft,
                     method.knows_acceptance,

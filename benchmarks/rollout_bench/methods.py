@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.rollout_bench.drafters import (
-    NO_TIME,
     IndexDrafter,
     NgramDrafter,
     SuffixGpuDrafter,
@@ -15,26 +16,52 @@ from benchmarks.rollout_bench.drafters import (
     TreeDrafter,
     TwoDrafters,
 )
-from benchmarks.rollout_bench.engine import Drafter
+from benchmarks.rollout_bench.engine import Drafter, HostTime
 from benchmarks.rollout_bench.job import DrafterInputs, Method
 from benchmarks.rollout_bench.policies import PolicySettings
 from benchmarks.rollout_bench.vllm_suffix import VllmSuffixDrafter
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
 
-HOST_TIME = TimeOnHost([8, 64, 256], [45e-6, 146e-6, 241e-6])
-"""This project's time on the critical path, charged to every drafter on the host that was not measured:
-medians of :mod:`benchmarks.hot_path` on two CPU cores, as of 2026-11-25."""
-TREE_TIME = TimeOnHost([8, 64, 256], [0.70e-3, 3.7e-3, 18e-3])
-"""The time of vLLM's suffix proposer with arctic-inference's trees, from the same run."""
-HOST_OVERHEAD_S = 0.4e-3
-"""The host's time in a step with drafts from the host, while the GPU waits: it reads the numbers of sampled tokens,
-prepares the inputs and launches the graph. An assumption; 0.8 ms were measured on a CPU (commit 7a26c07),
-where Triton's interpreter runs the kernels that prepare the inputs. Drafters on the GPU have neither this nor a time of
-their own."""
-SYNCHRONOUS_OVERHEAD_S = 1.2e-3
-"""The host's time in a step of V1 with synchronous scheduling, while the GPU waits: it schedules, prepares inputs and
-processes outputs. 0.36 + 0.82 ms were measured on a CPU at batch size 4 (commit 7a26c07)."""
+_RESULTS = Path(__file__).parents[1] / "results"
+
+
+def _measurements(result: str, **setting: str) -> list[dict[str, Any]]:
+    rows = json.loads((_RESULTS / result).read_text())["measurements"]
+    return [row for row in rows if setting.items() <= row.items()]
+
+
+def _exposed_time(mode: str) -> TimeOnHost:
+    rows = _measurements("exposed-time.json", mode=mode)
+    return TimeOnHost([row["batch"] for row in rows], [1e-6 * row["mean_us"] for row in rows])
+
+
+LAUNCHED_FIRST = _exposed_time("das")
+"""For how long the GPUs wait before a step that is launched before its drafts are made."""
+PREPARED_AFTERWARDS = _exposed_time("das, drafts before the launch")
+"""For how long they wait before a step that is prepared after its drafts are made."""
+_TREES = _measurements("hot-path-rg.json", drafter="vLLM's suffix proposer (arctic-inference)")
+TREE_TIME = TimeOnHost([row["batch"] for row in _TREES], [1e-6 * row["p50_us"]["median"] for row in _TREES])
+"""The time of vLLM's suffix proposer with arctic-inference's trees."""
+
+
+def host_s(requests: int, reads_prompts: bool) -> float:
+    """Return the :data:`HostTime` of this project, charged to every drafter on the host that was not measured.
+
+    Steps that read prompts are prepared after their drafts are made.
+    """
+    return (PREPARED_AFTERWARDS if reads_prompts else LAUNCHED_FIRST)(requests)
+
+
+def prepared_afterwards_s(requests: int, _: bool) -> float:
+    """Return the :data:`HostTime` of this project if it prepares every step after its drafts are made."""
+    return PREPARED_AFTERWARDS(requests)
+
+
+def synchronous_s(requests: int, _: bool) -> float:
+    """Return the :data:`HostTime` of suffix trees in V1, without V1's scheduling and processing of outputs."""
+    return TREE_TIME(requests) + PREPARED_AFTERWARDS(requests)
+
 
 Values = Mapping[str, Any]
 
@@ -65,7 +92,6 @@ def _index(
     max_running: int = 0,
     governed: bool = False,
     sources: Sequence[str] = SOURCES,
-    is_free: bool = False,
 ) -> Callable[[DrafterInputs], Drafter]:
     def make(inputs: DrafterInputs) -> Drafter:
         index = inputs.shared_index
@@ -82,8 +108,6 @@ def _index(
             max_tokens=inputs.max_tokens,
             expert_share=inputs.accelerator.expert_share,
             governed=governed,
-            seconds=NO_TIME if is_free else HOST_TIME,
-            overhead_s=0.0 if is_free else HOST_OVERHEAD_S,
         )
 
     return make
@@ -99,11 +123,9 @@ def _ngram(*, max_draft: int, min_ngram: int, longest_first: bool) -> Method:
 
 def _arctic(*, per_problem: bool, min_token_prob: float, max_draft: int = 32, longest_first: bool) -> Method:
     return Method(
-        lambda inputs: TreeDrafter(
-            inputs.text, per_problem=per_problem, min_token_prob=min_token_prob, seconds=TREE_TIME
-        ),
+        lambda inputs: TreeDrafter(inputs.text, per_problem=per_problem, min_token_prob=min_token_prob),
         max_draft=max_draft,
-        overhead_s=SYNCHRONOUS_OVERHEAD_S,
+        host_s=synchronous_s,
         piecewise=True,
         longest_first=longest_first,
     )
@@ -131,6 +153,7 @@ def _das(*, policy: str, min_survival: float = 0.0, max_draft: int = 16, longest
     return Method(
         _index(policy, max_draft=max_draft, min_survival=min_survival),
         max_draft=max_draft,
+        host_s=host_s,
         longest_first=longest_first,
     )
 
@@ -139,16 +162,16 @@ def _tlt(*, max_running: int, max_draft: int, longest_first: bool) -> Method:
     return Method(
         _index("fixed-below", max_draft=max_draft, max_running=max_running),
         max_draft=max_draft,
+        host_s=host_s,
         longest_first=longest_first,
     )
 
 
 def _srt(*, min_token_prob: float, longest_first: bool) -> Method:
     return Method(
-        lambda inputs: TreeDrafter(
-            inputs.text, per_problem=True, min_token_prob=min_token_prob, seconds=HOST_TIME, overhead_s=HOST_OVERHEAD_S
-        ),
+        lambda inputs: TreeDrafter(inputs.text, per_problem=True, min_token_prob=min_token_prob),
         max_draft=32,
+        host_s=host_s,
         longest_first=longest_first,
         shares_history=True,
         runs_ahead=True,
@@ -157,15 +180,9 @@ def _srt(*, min_token_prob: float, longest_first: bool) -> Method:
 
 def _bubblespec(*, min_token_prob: float, longest_first: bool) -> Method:
     return Method(
-        lambda inputs: TreeDrafter(
-            inputs.text,
-            per_problem=True,
-            min_token_prob=min_token_prob,
-            seconds=HOST_TIME,
-            overhead_s=HOST_OVERHEAD_S,
-            keeps_live_text=False,
-        ),
+        lambda inputs: TreeDrafter(inputs.text, per_problem=True, min_token_prob=min_token_prob, keeps_live_text=False),
         max_draft=32,
+        host_s=host_s,
         longest_first=longest_first,
         shares_history=True,
         uses_rollouts=False,
@@ -177,16 +194,11 @@ def _specactor(*, min_token_prob: float, longest_first: bool) -> Method:
     return Method(
         lambda inputs: TwoDrafters(
             inputs.text,
-            TreeDrafter(
-                inputs.text,
-                per_problem=True,
-                min_token_prob=min_token_prob,
-                seconds=HOST_TIME,
-                overhead_s=HOST_OVERHEAD_S,
-            ),
+            TreeDrafter(inputs.text, per_problem=True, min_token_prob=min_token_prob),
             NgramDrafter(inputs.text),
         ),
         max_draft=32,
+        host_s=host_s,
         longest_first=longest_first,
         runs_copies=True,
     )
@@ -200,6 +212,7 @@ def _seer(*, chunk_tokens: int, max_draft: int) -> Method:
             sources=("history", "self", "siblings"),
         ),
         max_draft=max_draft,
+        host_s=host_s,
         longest_first=True,
         has_shared_index=True,
         forgets_history=True,
@@ -215,10 +228,12 @@ def _ours(
     runs_ahead: bool = False,
     governed: bool = True,
     has_shared_index: bool = False,
+    host_s: HostTime = host_s,
 ) -> Method:
     return Method(
         _index(policy, max_draft=max_draft, min_survival=min_survival, governed=governed),
         max_draft=max_draft,
+        host_s=host_s,
         longest_first=True,
         shares_history=True,
         has_shared_index=has_shared_index,
@@ -228,7 +243,7 @@ def _ours(
 
 def _clairvoyant() -> Method:
     return Method(
-        _index("fixed", max_draft=64, is_free=True),
+        _index("fixed", max_draft=64),
         max_draft=64,
         knows_acceptance=True,
         longest_first=True,
@@ -305,6 +320,12 @@ RIVALS: dict[str, Rival] = {
         tunes_order=False,
     ),
     "das-rollout": Rival(_ours, _OUR_GRID, "this project", tunes_order=False),
+    "das-rollout-drafts-first": Rival(
+        lambda **values: _ours(host_s=prepared_afterwards_s, **values),
+        _OUR_GRID,
+        "this project with every step prepared after its drafts are made",
+        tunes_order=False,
+    ),
     "das-rollout-run-ahead": Rival(
         lambda **values: _ours(runs_ahead=True, **values),
         _OUR_GRID,

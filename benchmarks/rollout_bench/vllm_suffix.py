@@ -231,7 +231,7 @@ class VllmSuffixDrafter:
     def close(self, place: int) -> None:
         """See :class:`Drafter`."""
 
-    def draft(self, places: Integers, verified: Integers) -> float:
+    def draft(self, places: Integers, verified: Integers) -> bool:
         """See :class:`Drafter`."""
         self._observe(places, verified)
         text = self._text
@@ -255,7 +255,7 @@ class VllmSuffixDrafter:
             sizes[i] = size
         text.lengths[places] = self._select(places, sizes)
         self._last_lengths[places] = text.lengths[places]
-        return 0.0
+        return True
 
     def _select(self, places: Integers, sizes: Integers) -> Integers:
         """Return how many tokens of each draft are verified, shape (requests,)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.rollout_bench.accelerators import ACCELERATORS, CAPTURED_SIZES, Accelerator
 from benchmarks.rollout_bench.comparison import best_rival, compare
-from benchmarks.rollout_bench.drafters import NO_TIME, TreeDrafter
+from benchmarks.rollout_bench.drafters import TreeDrafter
 from benchmarks.rollout_bench.engine import EngineText, FinishedTurn, Noise, Turn
 from benchmarks.rollout_bench.job import JobSimulation, Method, StepResult
-from benchmarks.rollout_bench.methods import RIVALS
+from benchmarks.rollout_bench.methods import LAUNCHED_FIRST, PREPARED_AFTERWARDS, RIVALS, TREE_TIME
 from benchmarks.rollout_bench.vllm_suffix import CORPUS_TOKENS, VllmSuffixDrafter
 from benchmarks.rollout_bench.workload import Group, Job, TrainingStep, cut, half_of, loops, make_job
 from benchmarks.traces import Segment, Tokens, Trajectory
@@ -190,6 +191,30 @@ def test_every_method_samples_the_recorded_tokens_and_has_drafts_accepted(name: 
             assert sum(step.accepted for step in steps) > 61
 
 
+def _synchronous_s(requests: int) -> float:
+    return TREE_TIME(requests) + PREPARED_AFTERWARDS(requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_decoding", "with_prompts"),
+    [
+        ("ngram", lambda _: 0.0, lambda _: 0.0),
+        ("vllm-suffix", lambda _: 0.0, lambda _: 0.0),
+        ("arctic-inference", _synchronous_s, _synchronous_s),
+        ("constant-threshold", LAUNCHED_FIRST, PREPARED_AFTERWARDS),
+    ],
+)
+def test_the_host_adds_time_to_steps_with_drafts(
+    name: str, in_decoding: Callable[[int], float], with_prompts: Callable[[int], float]
+) -> None:
+    rollouts = [trajectory("p", 0, *range(20, 29)), trajectory("q", 0, 100), trajectory("r", 0, 200)]
+    method = replace(RIVALS[name].make(**RIVALS[name].grid[0], **RIVALS[name].first_order), longest_first=False)
+    [step] = simulate(job_of(rollouts), method, batch=2)
+    [free] = simulate(job_of(rollouts), replace(method, host_s=Method().host_s), batch=2)
+    # Nothing is drafted for the first step. The third one reads the last prompt; six steps have a single rollout.
+    assert pytest.approx(2 * in_decoding(2) + with_prompts(2) + 6 * in_decoding(1)) == step.seconds - free.seconds
+
+
 def test_ngrams_are_found_in_a_rollouts_own_text() -> None:
     rollout = trajectory("p", 0, *(list(range(10, 30)) * 3))
     [step] = simulate(job_of([rollout]), RIVALS["ngram"].make(max_draft=3, min_ngram=2, longest_first=True))
@@ -298,7 +323,7 @@ def test_vllm_suffix_verifies_nothing_if_a_draft_costs_more_than_it_gains() -> N
 
 def test_a_tree_with_running_rollouts_knows_its_own_rollouts() -> None:
     text = EngineText(1, 100, 8)
-    drafter = TreeDrafter(text, per_problem=True, seconds=NO_TIME)
+    drafter = TreeDrafter(text, per_problem=True)
     turn = FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8), 0)
     text.token_ids[0, :2] = [5, 6]
     text.num_tokens[0] = 2

@@ -57,6 +57,12 @@ MAX_NGRAM_BATCH = 16
 MODES = ("none", "ngram", "das, drafts before the launch", "das")
 _ROOT = Path(__file__).parents[1]
 _V2_PATHS = [str(_ROOT), str(_ROOT / ".venv/triton"), str(_ROOT / "tests/support/v2_on_cpus")]
+V2_ON_CPUS = {
+    "PYTHONPATH": os.pathsep.join(_V2_PATHS),
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
+"""Environment variables with which the V2 model runner runs in Triton's interpreter."""
 
 
 class Device:
@@ -244,11 +250,7 @@ def measure(modes: Sequence[str], sizes: Sequence[int]) -> tuple[list[Figure], l
     """Return the figures of engines with V2, and the measurements that they are from."""
     # Engines run in processes of their own. Both they and this one need vLLM's plugins for V2 on CPUs.
     sys.path[:0] = _V2_PATHS
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(_V2_PATHS),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-    }
+    os.environ |= V2_ON_CPUS
     measurements = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -281,7 +281,8 @@ class ModeRunner:
         }
         await set_rollouts(engine, recorded)
         groups = {rollout.problem: rollout.group for rollout in rollouts}
-        self._store_history(groups)
+        store_history(self._store, {name: group for name, group in groups.items() if name not in self._stored})
+        self._stored.update(groups)
         await _call(engine, "bench_set_history", [(group.prompt, group.history) for group in groups.values()])
         if not await engine.announce(list(groups), 1, timeout_s=_HISTORY_TIMEOUT_S):
             raise RuntimeError(f"the history was not loaded in {_HISTORY_TIMEOUT_S:g} s: {await engine.stats()}")
@@ -321,13 +322,13 @@ class ModeRunner:
         accepted: dict[str, list[int]] = (await _call(self._engines[mode], "bench_acceptance"))[0]
         return accepted
 
-    def _store_history(self, groups: Mapping[str, RecordedGroup]) -> None:
-        """Append the history of problems that do not have it yet."""
-        for problem in groups.keys() - self._stored:
-            self._stored.add(problem)
-            for number, tokens in enumerate(groups[problem].history):
-                record = HistoryRecord(f"{problem}-{number}", _JOB, 1, 1, np.array(tokens, np.uint32), "stop")
-                self._store.append(problem, record, newest=1)
+
+def store_history(store: HistoryStore, groups: Mapping[str, RecordedGroup]) -> None:
+    """Append the history of problems, by name, that do not have it yet."""
+    for problem, group in groups.items():
+        for number, tokens in enumerate(group.history):
+            record = HistoryRecord(f"{problem}-{number}", _JOB, 1, 1, np.array(tokens, np.uint32), "stop")
+            store.append(problem, record, newest=1)
 
 
 async def set_rollouts(engine: Engine, recorded: dict[str, list[int]]) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from scipy import stats
 
 from rollout_api.manifest.spec import Sampling
 
@@ -238,7 +237,13 @@ def chi_square(
             cells, expected = _pool_rare_tokens(observed, p * total)
             statistic += float(((cells - expected) ** 2 / expected).sum())
             freedom += len(expected) - 1
-    return float(stats.chi2.sf(statistic, freedom)), tested
+    return chi_square_p_value(statistic, freedom), tested
+
+
+def chi_square_p_value(statistic: float, freedom: int) -> float:
+    """Return the probability that a χ² variable with so many degrees of freedom exceeds *statistic*."""
+    halves = torch.tensor([freedom, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(*halves))
 
 
 def _pool_rare_tokens(

@@ -62,6 +62,9 @@ test-cluster: env images  ## Test the operator on its own Kubernetes, or on the 
 test-native: env  ## Test the suffix index under address, undefined-behavior and thread sanitizers.
 	scripts/test-native
 
+gpu-proof: env  ## Pack all that half an hour on a GPU without network needs (PYTHON312, TRACE, TOKENIZER).
+	$(VENV)/python -m benchmarks.gpu_proof.pack $(if $(PYTHON312),--python $(PYTHON312)) --trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
+
 lint: env  ## Check formatting, lint rules, types and import contracts.
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
@@ -110,5 +113,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist site .rollout
 
-.PHONY: help env demo test test-slow test-v2 test-next test-nightly test-chaos kubernetes images image-check test-cluster test-native lint format \
+.PHONY: help env demo test test-slow test-v2 test-next test-nightly test-chaos kubernetes images image-check test-cluster test-native gpu-proof lint format \
 	generate docs docs-serve wheels chart docker-images release-check set-version clean

@@ -10,6 +10,7 @@ made anew after each experiment. An experiment that fails or takes too long does
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,14 +24,18 @@ from benchmarks.exposed_time import V2_ON_CPUS
 from benchmarks.figures import report
 from benchmarks.gpu_proof.settings import Row, dry, full
 
+_DRY_MINUTES = 15.0
+"""Time limit of an experiment on CPUs, which may be busy with other processes."""
 _DRY_TRACE = Path(__file__).parents[1] / "data" / "tiny-grpo.jsonl.gz"
 _NAMES = ("start", "exposed", "steady", "exactness", "weights", "drafter")
 
 
 def append(file: Path, row: Row) -> None:
     """Append a row to a file, so that it is there even if the machine is lost."""
-    with file.open("a") as rows:
-        rows.write(json.dumps(row) + "\n")
+    with file.open("ab+") as rows:
+        rows.seek(max(0, rows.tell() - 1))
+        cut = rows.read() not in (b"", b"\n")  # the last row was not written to its end
+        rows.write(b"\n" * cut + json.dumps(row).encode() + b"\n")
         rows.flush()
         os.fsync(rows.fileno())
 
@@ -68,12 +73,8 @@ def run_in_process(name: str, minutes: float, arguments: Sequence[str], out: Pat
         except subprocess.TimeoutExpired:
             ended = f"stopped after {minutes:g} minutes"
         finally:
-            # Its engines are in the same group, and may be left after a crash.
-            with_children = process.pid
-            try:
-                os.killpg(with_children, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            with contextlib.suppress(ProcessLookupError):  # its engines are left after a crash
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     append(out / "rows.jsonl", {"experiment": name, "ended": ended, "seconds": time.monotonic() - started})
     print(f"{name}: {ended}, {time.monotonic() - started:.0f} s", flush=True)
@@ -102,11 +103,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     arguments = ["--out", str(options.out), "--trace", str(options.trace), *["--dry-run"] * options.dry_run]
     environment = {"HF_HUB_OFFLINE": "1", **(V2_ON_CPUS if options.dry_run else {})}
-    succeeded = []
     from benchmarks.gpu_proof.experiments import EXPERIMENTS
 
+    succeeded = []
     for name in options.experiments:
-        succeeded.append(run_in_process(name, EXPERIMENTS[name].minutes, arguments, options.out, environment))
+        minutes = _DRY_MINUTES if options.dry_run else EXPERIMENTS[name].minutes
+        succeeded.append(run_in_process(name, minutes, arguments, options.out, environment))
         rows = [row for row in read(options.out / "rows.jsonl") if "ended" not in row]
         figures = [
             figure

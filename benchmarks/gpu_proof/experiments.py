@@ -96,7 +96,13 @@ def start_figures(rows: Sequence[Row]) -> list[Figure]:
 def _small_engine(settings: Settings, model: Path, url: str) -> Any:
     """Return the configuration of an engine in bfloat16 that drafts as much as possible."""
     config = engine_config(
-        UNGOVERNED, model, url, max_tokens=_MAX_TOKENS - 2 * MAX_DRAFT, batch=64, eager=settings.is_dry, dtype="bfloat16"
+        UNGOVERNED,
+        model,
+        url,
+        max_tokens=_MAX_TOKENS - 2 * MAX_DRAFT,
+        batch=64,
+        eager=settings.is_dry,
+        dtype="bfloat16",
     )
     return replace(config, overrides=config.overrides | {"worker_extension_cls": _EXTENSION})
 
@@ -114,9 +120,9 @@ def exactness(settings: Settings) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory, history_server() as (url, store, loop):
         model = _make_model(Path(directory))
         with running(loop, store, _small_engine(settings, model, url)) as harness:
-            for drafts in (False, True):
-                yield _forced_logprobs(harness, drafts)
             reference = ReferenceDistribution(model)
+            for drafts in (False, True):
+                yield _forced_logprobs(harness, reference, drafts)
             sampling = Sampling(n=settings.samples, temperature=1.0, max_tokens=5)
             history = harness.sample([PROMPT], sampling.model_copy(update={"n": 64}), "sampled", draft_budget=0)
             harness.add_history("sampled", tokens_of(history))
@@ -131,23 +137,25 @@ def exactness(settings: Settings) -> Iterator[Row]:
             yield {"p_value_of_difference": p_value, "tested_tokens": tested}
 
 
-def _forced_logprobs(harness: EngineHarness, drafts: bool) -> Row:
+def _forced_logprobs(harness: EngineHarness, reference: ReferenceDistribution, drafts: bool) -> Row:
     sampling = Sampling(n=1, temperature=1.0, max_tokens=60, logprobs=True)
     results = harness.sample(PROMPTS, sampling, "logprobs", draft_budget=None if drafts else 0)
     texts = [[*prompt, *result.token_ids] for prompt, result in zip(PROMPTS, results, strict=True)]
     read = harness.sample(texts, Sampling(n=1, max_tokens=1, prompt_logprobs=True), "read", draft_budget=0)
-    errors = []
+    errors, rounding = list[float](), list[float]()
     for prompt, result, as_prompt in zip(PROMPTS, results, read, strict=True):
         forced = as_prompt.tokens.prompt_logprobs
         if forced is None or result.logprobs is None:
             raise RuntimeError("the engine has returned no log-probabilities")
         errors += np.abs(np.subtract(forced[len(prompt) - 1 :], result.logprobs)).tolist()
+        rounding.append(reference.max_error(prompt, result.token_ids, result.logprobs, sampling))
     if not drafts:
         harness.add_history("logprobs", tokens_of(results))
     return {
         "drafts": drafts,
         "mean_logprob_error": float(np.mean(errors)),
         "largest_logprob_error": max(errors),
+        "largest_error_to_float32": max(rounding),
         "tokens": len(errors),
         "accepted_share": accepted_share(results),
     }

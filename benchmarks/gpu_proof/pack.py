@@ -42,7 +42,7 @@ _COMPRESSION = {"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 64 << 20}
 """The dictionary is large because the kernels of FlashAttention resemble each other: it saves three quarters."""
 _ROOT = Path(__file__).parents[2]
 _CACHE = Path.home() / ".cache" / "das-rollout" / "gpu-proof"
-_LIBRARIES = ("_C_stable_libtorch.abi3.so", "_vllm_fa3_C.abi3.so", "cumem_allocator.abi3.so")
+_LIBRARIES = ("/_C_stable_libtorch.abi3.so", "/_vllm_fa3_C.abi3.so", "/cumem_allocator.abi3.so")
 _LEFT_OUT = ("/fused_moe/configs/", "/static/", "/third_party/deep_gemm/", "/fmha_sm100/", "/tml_fa4/")
 _SUFFIXES = (".py", ".json", ".jinja", "METADATA", "entry_points.txt")
 DEPENDENCIES = (
@@ -57,6 +57,11 @@ DEPENDENCIES = (
 )
 """Packages that engines import, and that neither torch nor transformers bring. Their versions are those of this
 environment, with which the tests run."""
+_BUILD_REQUIREMENTS = ("cmake", "hatchling", "nanobind==2.9.2", "ninja", "scikit-build-core", "setuptools", "wheel")
+_TORCH = """class utils:
+    cmake_prefix_path = ""
+"""
+"""Stands in for PyTorch, which arctic-inference's build asks for the place of its libraries, but does not use."""
 _STUB = '''"""Stands in for packages that vLLM imports but does not call here."""
 
 import importlib.machinery
@@ -150,7 +155,8 @@ def _entries(library: bytes, place: int, end: int) -> Iterator[tuple[int, int, i
 
 def _pip(python: str, *arguments: str) -> None:
     command = [python, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-    if subprocess.run(command, check=False, cwd=_ROOT, env=os.environ | {"PIP_CONSTRAINT": ""}).returncode:
+    environment = {"PIP_CONSTRAINT": "", "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    if subprocess.run(command, check=False, cwd=_ROOT, env=os.environ | environment).returncode:
         sys.exit(
             f"{' '.join(command)} has failed. Building the GPU proof needs the package index; see the error above."
         )
@@ -205,16 +211,21 @@ def build_packages(python: str) -> Path:
 
 
 def build_project(python: str, trace: Path, tokenizer: Path | None, archive: Path) -> None:
-    """Write the archive with this project and the trace."""
+    """Write the archive with this project, vLLM's library for suffix decoding, and the trace."""
+    subprocess.run([python, "-m", "venv", _CACHE / "builder"], check=True)
+    builder = str(_CACHE / "builder/bin/python")
+    _pip(builder, "install", *_BUILD_REQUIREMENTS)
+    (_CACHE / "builder/lib/python3.12/site-packages/torch.py").write_text(_TORCH)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        _pip(python, "wheel", "--no-deps", "--wheel-dir", name, "./rollout_api", ".")
-        project = directory / "project"
-        wheels = map(str, directory.glob("*.whl"))
-        _pip(python, "install", "--no-deps", "--no-compile", "--target", str(project), *wheels)
         peers = (_ROOT / "requirements/peers.txt").read_text().splitlines()
         peer = next(line for line in peers if line.startswith("arctic-inference"))
-        _pip(python, "install", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(project), peer)
+        _pip(builder, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", name, "./rollout_api", ".", peer)
+        project = directory / "project"
+        wheels = map(str, directory.glob("*.whl"))
+        _pip(builder, "install", "--no-deps", "--no-compile", "--target", str(project), *wheels)
+        for plugin in project.glob("arctic_inference-*.dist-info"):
+            shutil.rmtree(plugin)  # vLLM finds its suffix decoding without, and does not load its plugins
         tracked = subprocess.run(
             ["git", "ls-files", "benchmarks", "tests/__init__.py", "tests/support"],
             cwd=_ROOT,

@@ -108,7 +108,7 @@ class StepEvents:
     def proof_draft(self, rests: bool, deferred: bool) -> None:
         """Let the drafter rest always or never, and make drafts after the launch of a step where possible, or never."""
         self._das_controller.skip_step = lambda: rests
-        self._das_scheduling._choose_budget = self._proof_choose_budget if deferred else lambda _: None
+        self._das_scheduling._choose_budget = self._proof_choose_budget if deferred else lambda *_, **__: None
 
     def proof_take_steps(self) -> tuple[list[tuple[int, int, bool, bool, float, float]], int]:
         """Return the steps since the last call, and how often the device has not waited for drafts since the start.

@@ -43,6 +43,7 @@ _COMPRESSION = {"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 64 << 20}
 _ROOT = Path(__file__).parents[2]
 _CACHE = Path.home() / ".cache" / "das-rollout" / "gpu-proof"
 _LIBRARIES = ("/_C_stable_libtorch.abi3.so", "/_vllm_fa3_C.abi3.so", "/cumem_allocator.abi3.so")
+_EDITED = ("PIL", "pillow.libs", "zmq", "pyzmq.libs")
 _LEFT_OUT = ("/fused_moe/configs/", "/static/", "/third_party/deep_gemm/", "/fmha_sm100/", "/tml_fa4/")
 _SUFFIXES = (".py", ".json", ".jinja", "METADATA", "entry_points.txt")
 DEPENDENCIES = (
@@ -193,7 +194,7 @@ def _add_redis(target: Path) -> None:
 def build_packages(python: str) -> Path:
     """Return the archive with vLLM, the other packages and a Redis server, which is built if it is not cached."""
     pinned = [f"{name}=={version(name)}" for name in DEPENDENCIES]
-    content = VLLM, ARCHITECTURE, _LIBRARIES, _LEFT_OUT, _SUFFIXES, pinned, _STUB, _REDIS
+    content = VLLM, ARCHITECTURE, _EDITED, _LIBRARIES, _LEFT_OUT, _SUFFIXES, pinned, _STUB, _REDIS
     archive = _CACHE / f"packages-{hashlib.sha256(repr(content).encode()).hexdigest()[:12]}.tar.xz"
     if archive.exists():
         return archive
@@ -202,6 +203,10 @@ def build_packages(python: str) -> Path:
     with tempfile.TemporaryDirectory() as directory:
         site = Path(directory) / "site"
         _pip(python, "install", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(site), *pinned)
+        for library in site.rglob("*.so"):
+            # Libraries whose paths were edited, because they bring others, would be damaged.
+            if not library.relative_to(site).parts[0].startswith(_EDITED):
+                subprocess.run(["strip", "--strip-debug", library], check=True)
         (wheel,) = wheels.glob(f"vllm-{VLLM}-*.whl")
         _unpack_vllm(wheel, site)
         (site / "sitecustomize.py").write_text(_STUB)

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from benchmarks.exposed_time import V2_ON_CPUS
 from benchmarks.figures import report
+from benchmarks.gpu_proof.experiments import EXPERIMENTS
 from benchmarks.gpu_proof.settings import Row, dry, full
 
 _DRY_MINUTES = 15.0
 """Time limit of an experiment on CPUs, which may be busy with other processes."""
 _DRY_TRACE = Path(__file__).parents[1] / "data" / "tiny-grpo.jsonl.gz"
-_NAMES = ("start", "exposed", "steady", "exactness", "weights", "drafter")
 
 
 def append(file: Path, row: Row) -> None:
@@ -53,8 +53,6 @@ def read(file: Path) -> list[Row]:
 
 def run_experiment(name: str, options: argparse.Namespace) -> None:
     """Run an experiment in this process."""
-    from benchmarks.gpu_proof.experiments import EXPERIMENTS
-
     settings = dry(options.trace) if options.dry_run else full(options.trace)
     for row in EXPERIMENTS[name].run(settings):
         append(options.out / "rows.jsonl", {"experiment": name, "dry": options.dry_run, **row})
@@ -84,14 +82,14 @@ def run_in_process(name: str, minutes: float, arguments: Sequence[str], out: Pat
 def main() -> None:
     """Run the experiments from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("experiments", nargs="*", default=_NAMES, help=f"of {', '.join(_NAMES)} [all]")
+    parser.add_argument("experiments", nargs="*", default=list(EXPERIMENTS), help=f"of {', '.join(EXPERIMENTS)} [all]")
     parser.add_argument("--out", type=Path, required=True, help="directory for the results")
     parser.add_argument("--trace", type=Path, help="recorded rollouts that consist of token ids")
     parser.add_argument("--dry-run", action="store_true", help="run everything on CPUs in seconds, to test it")
     parser.add_argument("--here", action="store_true", help="run the experiments in this process")
     options = parser.parse_args()
-    if unknown := set(options.experiments) - set(_NAMES):
-        parser.error(f"unknown experiment {', '.join(sorted(unknown))}; choose from {', '.join(_NAMES)}")
+    if unknown := set(options.experiments) - EXPERIMENTS.keys():
+        parser.error(f"unknown experiment {', '.join(sorted(unknown))}; choose from {', '.join(EXPERIMENTS)}")
     if options.dry_run:
         options.trace = options.trace or _DRY_TRACE
     if options.trace is None:
@@ -103,8 +101,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     arguments = ["--out", str(options.out), "--trace", str(options.trace), *["--dry-run"] * options.dry_run]
     environment = {"HF_HUB_OFFLINE": "1", **(V2_ON_CPUS if options.dry_run else {})}
-    from benchmarks.gpu_proof.experiments import EXPERIMENTS
-
     succeeded = []
     for name in options.experiments:
         minutes = _DRY_MINUTES if options.dry_run else EXPERIMENTS[name].minutes

@@ -285,14 +285,13 @@ def commands(archives: Iterable[Path]) -> list[str]:
         f" && python3 -m tarfile -e {here}/{archive.name} {here}/unpacked"
         for archive in archives
     )
-    unpacked = f"$PWD/{here}/unpacked"
+    # Elsewhere, Python would import the packages of the checkout, which are built for another version.
     environment = (
-        f"PYTHONPATH={unpacked}/project:{unpacked}/site PATH={unpacked}/bin:$PATH VLLM_CACHE_ROOT={unpacked}/cache "
+        f"cd {here}/unpacked && PYTHONPATH=$PWD/project:$PWD/site PATH=$PWD/bin:$PATH VLLM_CACHE_ROOT=$PWD/cache "
         "VLLM_USE_FLASHINFER_SAMPLER=0"
     )
-    proof = f"{environment} python3 -m benchmarks.gpu_proof --out $OUT --trace {unpacked}/trace.jsonl.gz"
-    first = f"{checks} && cd {here}/unpacked && {proof} start exposed"
-    return [first, *(f"cd {here}/unpacked && {proof} {names}" for names in ("steady", "exactness weights drafter"))]
+    proof = f"{environment} python3 -m benchmarks.gpu_proof --out $OUT --trace $PWD/trace.jsonl.gz"
+    return [f"{checks} && {proof} start exposed", f"{proof} steady", f"{proof} exactness weights drafter"]
 
 
 def main() -> None:

@@ -115,4 +115,6 @@ def test_three_commands_of_the_permitted_length_check_and_run_everything(tmp_pat
     assert 3 == len(lines)
     assert max(map(len, lines)) < 2000
     assert 2 == lines[0].count("sha256sum -c")
+    # The shell replaces $PWD after it has changed the directory.
+    assert all("cd build/gpu-proof/unpacked && PYTHONPATH=$PWD/project:$PWD/site " in line for line in lines)
     assert list(EXPERIMENTS) == [name for line in lines for name in line.split(".jsonl.gz ")[1].split()]

@@ -93,7 +93,9 @@ class StreamGate:
                 if self._times_opened < self._times_closed == times_closed:
                     self._let_go_on()
                     self.times_expired += 1
-                    logger.warning("The device has waited %.1f s for drafts; this step goes on without.", self._patience_s)
+                    logger.warning(
+                        "The device has waited %.1f s for drafts; this step goes on without.", self._patience_s
+                    )
                 times_closed = self._times_closed
 
     def _probe(self) -> None:

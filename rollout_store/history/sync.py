@@ -200,7 +200,7 @@ class HistorySync:
             feedback_interval: seconds between two reports.
         """
         self.counters = SyncCounters()
-        self._store = store
+        self.store = self._store = store
         self._sink = sink
         self._vocabulary = vocabulary
         self._feedback = DraftingFeedback(

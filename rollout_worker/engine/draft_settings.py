@@ -45,7 +45,8 @@ class DraftingConfig:
     """Maximum number of tokens of one draft."""
     max_index_bytes: int
     """Maximum memory of the suffix index."""
-    history: HistoryLocation
+    history: HistoryLocation | None
+    """None if rollouts are added to the index by the worker process itself."""
     engines: int = 1
     """Number of engines that share the processors of the machine or pod."""
     governed: bool = True
@@ -54,7 +55,8 @@ class DraftingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DraftingConfig:
         """Reverse ``dataclasses.asdict``; vLLM's collective calls only carry plain values."""
-        return cls(**{**values, "history": HistoryLocation(**values["history"])})
+        history = values["history"]
+        return cls(**{**values, "history": None if history is None else HistoryLocation(**history)})
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,9 @@ class DraftSettings:
         if not extra_args or EXTRA_ARGS_KEY not in extra_args:
             return None
         return cls(**extra_args[EXTRA_ARGS_KEY])
+
+
+def settings_of_request(request: Any) -> DraftSettings | None:
+    """Return the settings that a job has given a request; None if it gets no drafts."""
+    params = request.sampling_params
+    return DraftSettings.from_extra_args(None if params is None else params.extra_args)

@@ -28,7 +28,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_store.arrays import Integers
-from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.draft_settings import DraftSettings, settings_of_request
 from rollout_worker.engine.drafting_loop import EngineArrays
 from rollout_worker.engine.exact_verification import FILLER, DeferredStep, Release, fit_lengths
 from rollout_worker.engine.sampling_params import end_token_ids
@@ -67,6 +67,11 @@ class SampledStep(NamedTuple):
     """When it ended, on CPUs."""
     is_late: bool = False
     """Whether the next step of its requests was launched without waiting for it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step has sampled its tokens."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> NDArray[np.int32]:
         """Wait until the step has sampled its tokens; return the numbers of tokens by row, shape (max_num_reqs,)."""
@@ -156,6 +161,12 @@ class DraftScheduling:
         self.draft_tokens = 0
         """Number of draft tokens that were passed to verification."""
         self._loop: DraftingLoop | None = None
+        self.settings_of: Callable[[Any], DraftSettings | None] = settings_of_request
+        """Returns the drafting settings of a request of vLLM that begins."""
+        self.on_finished: Callable[[str, NDArray[np.int32]], None] | None = None
+        """Called with a request that has ended, and its tokens; some of them may have been sampled after its end."""
+        self._taken: deque[SampledStep] = deque(maxlen=runner.speculator.sampled.maxlen if runner.speculator else 0)
+        """The last steps that were drafted for."""
         self._clock = _DeviceClock()
         states = runner.req_states
         self._drafts = torch.full(
@@ -286,7 +297,7 @@ class DraftScheduling:
             self._draft(loop, planned)
             return True
         if skips := loop.skip_step():
-            self._lengths[sampled.popleft().rows] = 0
+            self._lengths[self._take_next().rows] = 0
         return skips
 
     def _prepare_drafts(self, planned: dict[str, list[int]], budget: int, req_ids: list[str]) -> DeferredStep:
@@ -308,7 +319,7 @@ class DraftScheduling:
                 raise SystemExit("This rank has waited too long for drafts, and others verify them; the engine ends.")
             return
         loop, rows = self._loop, step.rows
-        loop.guard(lambda: self._draft_for(loop, self._runner.speculator.sampled.popleft()))
+        loop.guard(lambda: self._draft_for(loop, self._take_next()))
         wanted = np.minimum(self._lengths[rows], step.capacities)
         self._lengths[rows] = 0
         lengths, verified = fit_lengths(wanted, step.capacities, step.budget)
@@ -369,21 +380,40 @@ class DraftScheduling:
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
+        finished = scheduler_output.finished_req_ids
+        texts = {} if self.on_finished is None else {request_id: self._text(request_id) for request_id in finished}
         preempted = scheduler_output.preempted_req_ids or set()
         for request_id in preempted:
             loop.count_steps(request_id, self._sampled_steps(request_id))
-        self._forget_places(scheduler_output.finished_req_ids | preempted)
-        loop.remove(scheduler_output.finished_req_ids)
+        self._forget_places(finished | preempted)
+        loop.remove(finished)
+        for request_id, text in texts.items():
+            if text is not None and self.on_finished is not None:
+                self.on_finished(request_id, text)
         for request in scheduler_output.scheduled_new_reqs:
             # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
             if loop.knows(request.req_id):
                 loop.rewind(request.req_id, len(request.prefill_token_ids))
                 continue
-            params = request.sampling_params
-            settings = DraftSettings.from_extra_args(None if params is None else params.extra_args)
+            settings = self.settings_of(request)
             if settings is not None:
                 prompt = request.prefill_token_ids[: request.prompt_len]
-                loop.add(request.req_id, settings, prompt, end_token_ids(params))
+                loop.add(request.req_id, settings, prompt, end_token_ids(request.sampling_params))
+
+    def _text(self, request_id: str) -> NDArray[np.int32] | None:
+        """Return a copy of the tokens of a request that has ended: its prompt and what was sampled for it so far."""
+        row = self._runner.req_states.req_id_to_index.get(request_id)
+        steps = [step for step in (*self._taken, *self._runner.speculator.sampled) if request_id in step.request_ids]
+        ended = [step for step in steps if step.has_ended]
+        if row is None or not ended:
+            return None
+        return np.array(self.arrays.token_ids[row, : ended[-1].total_len.numpy()[row]])
+
+    def _take_next(self) -> SampledStep:
+        """Take the oldest step out of those that were not drafted for."""
+        step: SampledStep = self._runner.speculator.sampled.popleft()
+        self._taken.append(step)
+        return step
 
     def _sampled_steps(self, request_id: str) -> list[tuple[int, int]]:
         """Return a request's number of tokens after, and of verified tokens in, the steps not yet drafted for."""
@@ -414,7 +444,7 @@ class DraftScheduling:
 
     def _draft_next(self, loop: DraftingLoop) -> None:
         """Draft for the requests of the oldest step, unless the drafter skips it."""
-        step = self._runner.speculator.sampled.popleft()
+        step = self._take_next()
         if loop.skip_step():
             self._lengths[step.rows] = 0
             return

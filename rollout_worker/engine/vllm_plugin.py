@@ -34,9 +34,9 @@ def install() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    _replace(VllmConfig, "__post_init__", _configure)
-    _replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
-    _replace(WorkerWrapperBase, "init_device", _init_device)
+    replace(VllmConfig, "__post_init__", _configure)
+    replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
+    replace(WorkerWrapperBase, "init_device", _init_device)
 
 
 def check(runner: Any, vllm_config: Any) -> None:
@@ -84,7 +84,8 @@ def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:
     return lambda drafts: get_world_group().broadcast_object(drafts, src=source)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of *owner* by the one that *make* returns for it; further calls have no effect."""
     original = getattr(owner, name)
     if hasattr(original, _INSTALLED):
         return
@@ -130,12 +131,12 @@ def _init_device(original: Callable[..., Any]) -> Callable[..., Any]:
             from vllm.v1.worker.gpu import model_runner
             from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-            _replace(model_runner, "init_speculator", _init_speculator)
-            _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
-            _replace(CudaGraphManager, "_init_candidates", _choose_graphs)
+            replace(model_runner, "init_speculator", _init_speculator)
+            replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
+            replace(CudaGraphManager, "_init_candidates", _choose_graphs)
             if self.vllm_config.aux_output_config.enabled:
                 places = self.vllm_config.speculative_config.num_speculative_tokens
-                _replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
+                replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
         original(self)
 
     return init_device

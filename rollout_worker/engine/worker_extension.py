@@ -30,6 +30,7 @@ from rollout_worker.engine.vllm_patches import (
 if TYPE_CHECKING:
     from rollout_store.history.sync import HistorySync
     from rollout_worker.drafting.index import SuffixIndex
+    from rollout_worker.engine.draft_settings import DraftSettings
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
@@ -237,8 +238,6 @@ class DraftingExtension(EngineExtension):
         self._das_index = SuffixIndex(
             threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS, draft_ahead=cores > 2
         )
-        keys = HistoryKeys(history.namespace, history.name)
-        store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
         model_config = self.model_runner.model_config
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
@@ -254,8 +253,11 @@ class DraftingExtension(EngineExtension):
         )
         weights = sum(parameter.numel() for parameter in self.model_runner.get_model().parameters())
         learned = LearnedState(self._das_index, self._das_controller.governor, f"{weights} weights, {self._das_card()}")
-        vocabulary = model_config.get_vocab_size()
-        self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary, statistics=learned)
+        if history is not None:
+            keys = HistoryKeys(history.namespace, history.name)
+            store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
+            vocabulary = model_config.get_vocab_size()
+            self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary, statistics=learned)
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:
@@ -265,8 +267,35 @@ class DraftingExtension(EngineExtension):
             scheduling.start(self._das_loop)
         else:
             self.model_runner.drafter.start(self.model_runner, self._das_loop, arrays)
-        self._das_sync.start()
+        if self._das_sync is not None:
+            self._das_sync.start()
         return True
+
+    def das_follow(
+        self, settings_of: Callable[[Any], DraftSettings | None], on_finished: Callable[[str, Any], None]
+    ) -> None:
+        """Draft for requests that have no settings of a job.
+
+        Args:
+            settings_of: returns the settings of a request of vLLM that begins.
+            on_finished: called with the id and the tokens of a request that has ended.
+        """
+        if self._das_scheduling is not None:
+            self._das_scheduling.settings_of, self._das_scheduling.on_finished = settings_of, on_finished
+            return
+        runner, loop = self.model_runner, self._das_loop
+        runner.drafter.settings_of = settings_of
+        update_states = runner._update_states
+
+        def finish_and_update_states(scheduler_output: Any) -> Any:
+            for request_id in scheduler_output.finished_req_ids:
+                request = runner.requests.get(request_id)
+                if request is not None and loop is not None:
+                    loop.remove([request_id])
+                    on_finished(request_id, [*request.prompt_token_ids, *request.output_token_ids])
+            return update_states(scheduler_output)
+
+        runner._update_states = finish_and_update_states
 
     def _das_card(self) -> str:
         import torch
@@ -342,7 +371,7 @@ class DraftingExtension(EngineExtension):
 
     def das_stats(self) -> dict[str, Any]:
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
-        if self._das_sync is None or self._das_loop is None:
+        if self._das_loop is None:
             return {}
         loop, controller = self._das_loop, self._das_controller
         cost = controller.fit.cost.linear_between(loop.num_requests, loop.num_requests)
@@ -368,7 +397,7 @@ class DraftingExtension(EngineExtension):
             "drafting_stops": controller.governor.num_stops,
             "trial_tokens": controller.governor.trial_tokens,
             "labeled_counters": labeled_counters(self._das_index),
-            "history": asdict(self._das_sync.counters),
+            "history": {} if self._das_sync is None else asdict(self._das_sync.counters),
         }
 
 

@@ -1,0 +1,242 @@
+"""Records the finished rollouts of an engine in its history, in a thread, so that no step waits for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import redis
+
+from rollout_api.redis_client.retry import is_transient
+from rollout_store.history.metadata import HistoryMismatchError
+from rollout_store.history.records import HistoryRecord, TokenArray
+from rollout_store.history.window import oldest_kept
+
+if TYPE_CHECKING:
+    from rollout_store.history.store import HistoryStore
+    from rollout_store.history.sync import HistorySync
+    from rollout_worker.drafting.index import SuffixIndex
+
+logger = logging.getLogger(__name__)
+_MAX_QUEUED = 4096
+"""Rollouts that wait to be recorded; further ones are lost, so that a server that is gone takes no memory."""
+_MAX_BATCH = 256
+_MAX_PROBLEMS = 4096
+"""Problems whose history is kept up to date, the ones that were sampled last."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+"""Seconds between attempts to write to a server that does not answer."""
+_WARNING_INTERVAL_S = 60.0
+
+
+class FinishedRollout(NamedTuple):
+    """A rollout that has ended."""
+
+    rollout_id: str
+    problem: str
+    version: int
+    """Number of weight updates before it began, or the training step that the trainer has named."""
+    tokens: TokenArray
+    finish_reason: str
+    draft_sources: bytes
+
+
+class History(Protocol):
+    """Where rollouts are kept. Its methods are called by one thread, and may take long."""
+
+    def generation_of(self, version: int) -> int:
+        """Return the generation of a weight version, which is a new one if the version is."""
+        ...
+
+    def use(self, problems: Sequence[str]) -> None:
+        """Draft from the rollouts of these problems, which begin now."""
+        ...
+
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
+        """Add rollouts with their generations."""
+        ...
+
+
+class IndexHistory:
+    """Keeps rollouts in the index alone."""
+
+    def __init__(self, index: SuffixIndex, window: int) -> None:
+        self._index, self._window = index, window
+        self._generations: dict[str, set[int]] = {}
+
+    def generation_of(self, version: int) -> int:
+        """Return the version."""
+        return version
+
+    def use(self, problems: Sequence[str]) -> None:
+        """Count the use of problems, so that others are evicted first."""
+        for problem in problems:
+            self._index.add(problem, [])
+
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
+        """Add rollouts to the index, and drop those that have left their problem's window."""
+        for generation, rollout in rollouts:
+            generations = self._generations.setdefault(rollout.problem, set())
+            generations.add(generation)
+            oldest = oldest_kept(generations, self._window)
+            if min(generations) < oldest:
+                self._index.drop_before(rollout.problem, oldest)
+                self._generations[rollout.problem] = {kept for kept in generations if kept >= oldest}
+            self._index.add(rollout.problem, [(rollout.rollout_id, generation, rollout.tokens)])
+        for problem in self._index.take_evicted():
+            self._generations.pop(problem, None)
+
+
+class RedisHistory:
+    """Keeps rollouts in Redis, and lets a :class:`HistorySync` read those of all engines."""
+
+    def __init__(self, store: HistoryStore, sync: HistorySync, run: str, tokenizer: str) -> None:
+        self._store, self._sync, self._run, self._tokenizer = store, sync, run, tokenizer
+        self._is_open = False
+        self._problems: OrderedDict[str, None] = OrderedDict()
+
+    def generation_of(self, version: int) -> int:
+        """Publish the version."""
+        if not self._is_open:
+            self._store.metadata.open(self._tokenizer)
+            self._is_open = True
+        return self._store.metadata.publish(self._run, version)
+
+    def use(self, problems: Sequence[str]) -> None:
+        """Let the index follow the problems."""
+        if not self._is_open:
+            return
+        for problem in problems:
+            self._problems[problem] = None
+            self._problems.move_to_end(problem)
+        while len(self._problems) > _MAX_PROBLEMS:
+            self._problems.popitem(last=False)
+        self._sync.announce(self._problems, problems)
+
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
+        """Append rollouts to the history."""
+        records = [
+            (
+                rollout.problem,
+                HistoryRecord(
+                    rollout_id=rollout.rollout_id,
+                    run=self._run,
+                    weight_version=rollout.version,
+                    generation=generation,
+                    tokens=rollout.tokens,
+                    finish_reason=rollout.finish_reason,
+                    draft_sources=rollout.draft_sources,
+                ),
+            )
+            for generation, rollout in rollouts
+        ]
+        for (problem, _), result in zip(records, self._store.append_all(records), strict=True):
+            if isinstance(result, redis.ResponseError):
+                logger.warning("A rollout of problem %s cannot be recorded: %s", problem, result)
+
+
+@dataclass
+class RecorderCounters:
+    """Numbers of events so far."""
+
+    recorded: int = 0
+    """Rollouts that were recorded."""
+    lost: int = 0
+    """Rollouts that were not, because the history did not answer or refused them."""
+    last_failure: str = ""
+
+
+class RolloutRecorder:
+    """A thread that records rollouts and tells the history which problems are sampled."""
+
+    def __init__(self, history: History, set_generation: Callable[[int], None]) -> None:
+        """Prepare the thread. It calls *set_generation* with the generation of a new weight version."""
+        self.counters = RecorderCounters()
+        self._history, self._set_generation = history, set_generation
+        self._queue: queue.Queue[FinishedRollout | str | int | None] = queue.Queue(_MAX_QUEUED)
+        self._generations: dict[int, int] = {}
+        """Weight version → generation; those that were published."""
+        self._next_warning = 0.0
+        self._thread = threading.Thread(target=self._run, name="rollout-recorder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Record what is queued, and end the thread; give up after *timeout* seconds."""
+        self._put(None)
+        self._thread.join(timeout)
+
+    def begin_version(self, version: int) -> None:
+        """Record that the weights have another version now."""
+        self._put(version)
+
+    def use(self, problem: str) -> None:
+        """Record that a rollout of a problem begins."""
+        self._put(problem)
+
+    def record(self, rollout: FinishedRollout) -> None:
+        """Record a rollout; if too many wait already, it is lost."""
+        if not self._put(rollout):
+            self.counters.lost += 1
+
+    def _put(self, item: FinishedRollout | str | int | None) -> bool:
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            items = [self._queue.get()]
+            while len(items) < _MAX_BATCH and not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            self._handle([item for item in items if item is not None])
+            if None in items:
+                return
+
+    def _handle(self, items: Sequence[FinishedRollout | str | int]) -> None:
+        pause = _FIRST_PAUSE_S
+        rollouts = [item for item in items if isinstance(item, FinishedRollout)]
+        while True:
+            try:
+                for version in [item for item in items if isinstance(item, int)]:
+                    self._set_generation(self._generation_of(version))
+                if problems := [item for item in items if isinstance(item, str)]:
+                    self._history.use(list(dict.fromkeys(problems)))
+                if rollouts:
+                    self._history.add([(self._generation_of(rollout.version), rollout) for rollout in rollouts])
+                self.counters.recorded += len(rollouts)
+                return
+            except Exception as error:  # decoding goes on without the history, so the thread must survive
+                self.counters.last_failure = f"{type(error).__name__}: {error}"
+                self._warn(error)
+                if not (isinstance(error, redis.RedisError) and is_transient(error)):
+                    self.counters.lost += len(rollouts)
+                    return
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+
+    def _generation_of(self, version: int) -> int:
+        if version not in self._generations:
+            self._generations[version] = self._history.generation_of(version)
+        return self._generations[version]
+
+    def _warn(self, error: Exception) -> None:
+        if time.monotonic() < self._next_warning:
+            return
+        self._next_warning = time.monotonic() + _WARNING_INTERVAL_S
+        expected = isinstance(error, (redis.RedisError, HistoryMismatchError))
+        logger.warning(
+            "Rollouts cannot be recorded in the history (%s: %s); the engine goes on without.",
+            type(error).__name__,
+            error,
+            exc_info=not expected,
+        )

@@ -1,0 +1,115 @@
+"""The requests of an engine whose caller knows nothing of drafting."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout_api.protocol.messages import problem_id_of
+from rollout_store.history.records import TokenArray
+from rollout_worker.drafting.index import DraftCounts
+from rollout_worker.drop_in.recorder import FinishedRollout, RolloutRecorder
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.sampling_params import end_token_ids
+
+PROBLEM, PURPOSE = "rollout_problem", "rollout_purpose"
+"""Keys of ``extra_args`` (``vllm_xargs`` over HTTP), with the meaning that they have for a job."""
+_EVALUATION = "eval"
+
+
+class _Request(NamedTuple):
+    problem: str
+    version: int
+    prompt_tokens: int
+    end_tokens: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+    is_recorded: bool
+
+
+class Requests:
+    """Decides what each request is drafted from, and records its rollout when it has ended.
+
+    A request without settings of its own belongs to the problem that its prompt names, like the requests of a job.
+    """
+
+    def __init__(self, recorder: RolloutRecorder, take_counts: Callable[[list[str]], dict[str, DraftCounts]]) -> None:
+        self._recorder, self._take_counts = recorder, take_counts
+        self._requests: dict[str, _Request] = {}
+        self._version = 0
+        self._has_new_weights = True
+
+    def change_weights(self) -> None:
+        """Begin a new version with the next request. A trainer loads the tensors of one version in many calls."""
+        self._has_new_weights = True
+
+    def begin_version(self, version: int) -> None:
+        """Begin a version that the trainer has named, such as its training step."""
+        self._version, self._has_new_weights = version, False
+        self._recorder.begin_version(version)
+
+    def settings_of(self, request: Any) -> DraftSettings | None:
+        """Return the drafting settings of a request that begins; None if it gets no drafts."""
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None or not prompt:
+            return None
+        if self._has_new_weights:
+            self.begin_version(self._version + 1)
+        extra = params.extra_args or {}
+        problem = str(extra.get(PROBLEM) or _problem_of(prompt, request.mm_features))
+        limit = sys.maxsize if params.max_tokens is None else params.max_tokens
+        ends = end_token_ids(params)
+        self._requests[request.req_id] = _Request(
+            problem,
+            self._version,
+            len(prompt),
+            frozenset(ends),
+            params.min_tokens,
+            limit,
+            is_recorded=_is_recorded(extra),
+        )
+        self._recorder.use(problem)
+        return DraftSettings(request.req_id, problem, max_tokens=limit, min_tokens=params.min_tokens)
+
+    def finish(self, request_id: str, tokens: Sequence[int] | TokenArray) -> None:
+        """Record a request that has ended, with its prompt and response and what the engine may have sampled since."""
+        request = self._requests.pop(request_id, None)
+        counts = self._take_counts([request_id]).get(request_id)
+        if request is None or not request.is_recorded:
+            return
+        response, reason = _response_of(request, np.asarray(tokens[request.prompt_tokens :], np.uint32))
+        if len(response):
+            sources = b"" if counts is None else counts.token_sources[: len(response)]
+            self._recorder.record(
+                FinishedRollout(request_id, request.problem, request.version, response, reason, sources)
+            )
+
+
+def _problem_of(prompt: Sequence[int], features: Sequence[Any]) -> str:
+    """Return the id of the problem of a prompt; that of a job if there are no images."""
+    problem = problem_id_of(prompt)
+    if not features:
+        return problem
+    hashes = [problem, *(str(feature.identifier) for feature in features)]
+    return blake2b("\0".join(hashes).encode(), digest_size=16).hexdigest()
+
+
+def _is_recorded(extra: Mapping[str, Any]) -> bool:
+    return extra.get(PURPOSE) != _EVALUATION
+
+
+def _response_of(request: _Request, tokens: TokenArray) -> tuple[TokenArray, str]:
+    """Return a response up to its end, and why it has ended.
+
+    With asynchronous scheduling, an engine samples further tokens before it knows that the response has ended.
+    """
+    tokens = tokens[: request.max_tokens]
+    ends = np.flatnonzero(np.isin(tokens, list(request.end_tokens)))
+    ends = ends[ends + 1 >= request.min_tokens]
+    if len(ends):
+        return tokens[: ends[0] + 1], "stop"
+    return tokens, "length" if len(tokens) == request.max_tokens else "abort"

@@ -1,0 +1,156 @@
+"""What a user writes to draft in a vLLM engine of their own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rollout_api.manifest.field_types import parse_quantity
+from rollout_api.manifest.spec import PolicyName
+from rollout_store.job.engines import EngineError
+from rollout_worker.engine.config import cuda_graph_sizes, scheduled_tokens
+from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig, HistoryLocation
+
+METHOD = "das"
+"""The method of vLLM's speculative configuration that stands for this drafter."""
+CONFIG_KEY = "das"
+"""Key of the settings in vLLM's ``additional_config``."""
+VARIABLE = "DAS_DRAFTING"
+"""Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history, or
+``memory``."""
+_IN_MEMORY = "memory"
+_DEFAULT_NAMESPACE = "default"
+
+
+class DropInSettings(BaseModel):
+    """The settings beside ``method`` in vLLM's speculative configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    history: str | None = None
+    """URL of the Redis server with the history, and the history's name as its path: ``redis://HOST:PORT/NAME``.
+
+    Engines that name the same history draft from the rollouts of each other. Without it, rollouts are kept in the
+    engine's memory. The history of a job of the operator has the name ``NAMESPACE/NAME``."""
+    run: str = Field(default_factory=lambda: uuid.uuid4().hex, min_length=1)
+    """Name of the training run. Its engines count the same weights as the same generation, if they have the same
+    name here; by default, each engine counts for itself."""
+    policy: PolicyName = "marginal"
+    """See ``spec.speculation.policy`` of a RolloutJob."""
+    num_speculative_tokens: int = Field(default=16, ge=1, le=64)
+    """Maximum number of draft tokens per request and step."""
+    window: int = Field(default=16, ge=1, le=1024)
+    """Number of generations whose rollouts are kept and drafted from, counted per problem."""
+    index_bytes: str = "2Gi"
+    """Limit of the drafter's index in main memory."""
+
+    @field_validator("history")
+    @classmethod
+    def _check_history(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        parts = urlsplit(url)
+        if "://" not in url or not parts.path.strip("/"):
+            raise ValueError(
+                f"must be the URL of a Redis server with the history's name as its path, such as "
+                f"redis://redis:6379/math, not {url!r}"
+            )
+        return url
+
+    @field_validator("index_bytes")
+    @classmethod
+    def _check_index_bytes(cls, size: str) -> str:
+        parse_quantity(size)
+        return size
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> DropInSettings:
+        """Read the settings of a speculative configuration.
+
+        Raises:
+            EngineError: if a setting is unknown or has an invalid value.
+        """
+        try:
+            return cls.model_validate({name: value for name, value in values.items() if name != "method"})
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
+                for fault in error.errors()
+            )
+            known = ", ".join(cls.model_fields)
+            raise EngineError(
+                f"vLLM's speculative configuration with the method {METHOD!r} is invalid: {faults}; known settings are "
+                f"{known}"
+            ) from None
+
+    def location(self) -> HistoryLocation | None:
+        """Return where the history is; None if it is in the engine's memory."""
+        if self.history is None:
+            return None
+        parts = urlsplit(self.history)
+        namespace, _, name = parts.path.strip("/").rpartition("/")
+        return HistoryLocation(
+            parts._replace(path="").geturl(), namespace or _DEFAULT_NAMESPACE, name, window=self.window
+        )
+
+    def drafting(self, engines: int) -> DraftingConfig:
+        """Return the drafting configuration of one of several engines of a machine."""
+        limit = int(parse_quantity(self.index_bytes))
+        return DraftingConfig(self.policy, self.num_speculative_tokens, limit, self.location(), engines)
+
+
+def drafting_args(history: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Return the arguments with which ``vllm.LLM`` or ``AsyncEngineArgs`` drafts from earlier rollouts.
+
+    >>> from vllm import LLM
+    >>> llm = LLM("Qwen/Qwen3-8B", **drafting_args(history="redis://redis:6379/math-qwen3-8b"))
+
+    Args:
+        history: see :attr:`DropInSettings.history`; without it, rollouts are kept in the engine's memory.
+        **settings: other fields of :class:`DropInSettings`.
+
+    Raises:
+        EngineError: if a setting is unknown or has an invalid value.
+    """
+    values = {**settings, **({} if history is None else {"history": history})}
+    DropInSettings.parse(values)
+    return {"speculative_config": {"method": METHOD, **values}}
+
+
+def settings_of(speculative_config: Any, environment: Mapping[str, str]) -> DropInSettings | None:
+    """Return the settings of an engine; None if it does not use this drafter.
+
+    Args:
+        speculative_config: what vLLM was passed, usually a dictionary or None.
+        environment: the environment variables.
+
+    Raises:
+        EngineError: if a setting is unknown or has an invalid value.
+    """
+    if speculative_config is None and (history := environment.get(VARIABLE)):
+        return DropInSettings.parse({} if history == _IN_MEMORY else {"history": history})
+    if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
+        return None
+    return DropInSettings.parse({name.replace("-", "_"): value for name, value in speculative_config.items()})
+
+
+def apply(settings: DropInSettings, args: Any, *, is_cpu: bool) -> None:
+    """Let vLLM's ``EngineArgs`` draft. What the user has set explicitly stays."""
+    args.speculative_config = {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+    }
+    args.additional_config = {**args.additional_config, CONFIG_KEY: settings.model_dump()}
+    if is_cpu or args.max_num_seqs is None:
+        return
+    if args.max_num_batched_tokens is None:
+        args.max_num_batched_tokens = scheduled_tokens(args.max_num_seqs, settings.num_speculative_tokens)
+    if not args.enforce_eager and args.cudagraph_capture_sizes is None and args.max_cudagraph_capture_size is None:
+        args.cudagraph_capture_sizes = (
+            cuda_graph_sizes(args.max_num_seqs, settings.num_speculative_tokens) or args.cudagraph_capture_sizes
+        )

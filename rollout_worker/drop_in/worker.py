@@ -1,0 +1,108 @@
+"""Starts to draft in a vLLM worker process that belongs to somebody else."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from rollout_worker.drop_in.recorder import History, IndexHistory, RedisHistory, RolloutRecorder
+from rollout_worker.drop_in.requests import Requests
+from rollout_worker.drop_in.settings import DropInSettings
+from rollout_worker.engine.worker_extension import DraftingExtension
+
+logger = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 5.0
+_UPDATES = ("update_weights", "finish_weight_update", "reload_weights")
+"""Methods of a worker after which the weights are others."""
+
+
+class DropInExtension(DraftingExtension):
+    """What a worker can be asked for by ``collective_rpc``, beside what vLLM has."""
+
+    _das_requests: Requests | None = None
+    _das_recorder: RolloutRecorder | None = None
+
+    def das_begin_step(self, step: int) -> None:
+        """Count the current weights as those of a training step, the same generation in all engines of a run."""
+        if self._das_requests is not None:
+            self._das_requests.begin_version(step)
+
+
+def attach(worker: Any, settings: DropInSettings) -> None:
+    """Draft in a worker from the time when its model is warmed up."""
+    worker_class = type(worker)
+    if not issubclass(worker_class, DropInExtension):
+        # vLLM adds extensions in the same way, but only one, which may be that of a trainer.
+        worker_class.__bases__ += (DropInExtension,)
+    warm_up = worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warm_up_and_start(*args: Any, **kwargs: Any) -> Any:
+        result = warm_up(*args, **kwargs)
+        _start(worker, settings)
+        return result
+
+    worker.compile_or_warm_up_model = warm_up_and_start
+
+
+def _start(worker: Any, settings: DropInSettings) -> None:
+    if worker.device.type == "cpu":
+        worker.das_rewind_generators()
+    engines = worker.vllm_config.parallel_config.data_parallel_size_local
+    if not worker.das_start_drafting(asdict(settings.drafting(max(1, engines)))):
+        return
+    history: History
+    if worker._das_sync is None:
+        history = IndexHistory(worker._das_index, settings.window)
+    else:
+        tokenizer = _tokenizer_of(worker.vllm_config)
+        history = RedisHistory(worker._das_sync.store, worker._das_sync, settings.run, tokenizer)
+    recorder = RolloutRecorder(history, worker._das_controller.set_generation)
+    requests = Requests(recorder, worker._das_loop.take_counts)
+    worker._das_recorder, worker._das_requests = recorder, requests
+    worker.das_follow(requests.settings_of, requests.finish)
+    for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
+        _call_after(owner, name, requests.change_weights)
+    _call_before(worker, "shutdown", lambda: recorder.stop(_STOP_TIMEOUT_S))
+    recorder.start()
+
+
+def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            notify()
+
+    setattr(owner, name, call)
+
+
+def _call_before(owner: Any, name: str, notify: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        notify()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _tokenizer_of(vllm_config: Any) -> str:
+    """Return the fingerprint of the engine's tokenizer; that of its vocabulary's size if it has none."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    from rollout_store.models.model_source import tokenizer_fingerprint
+
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return f"{model.get_vocab_size()} tokens"
+    return tokenizer_fingerprint(cached_tokenizer_from_config(model))

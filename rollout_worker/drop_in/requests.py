@@ -83,7 +83,9 @@ class Requests:
             return
         response, reason = _response_of(request, np.asarray(tokens[request.prompt_tokens :], np.uint32))
         if len(response):
-            sources = b"" if counts is None else counts.token_sources[: len(response)]
+            sources = b""
+            if counts is not None and counts.drafted:
+                sources = counts.token_sources[: len(response)].ljust(len(response), b"\0")
             self._recorder.record(
                 FinishedRollout(request_id, request.problem, request.version, response, reason, sources)
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rollout_worker.drop_in.recorder import History, IndexHistory, RedisHistory, RolloutRecorder
+from rollout_worker.drop_in.recorder import IndexHistory, RedisHistory, RolloutRecorder
 from rollout_worker.drop_in.reporter import EngineReporter, EngineState
 from rollout_worker.drop_in.requests import Requests
 from rollout_worker.drop_in.settings import DropInSettings
@@ -29,7 +29,7 @@ class DropInExtension(DraftingExtension):
     def das_begin_step(self, step: int) -> None:
         """Count the current weights as those of a training step, the same generation in all engines of a run."""
         if self._das_requests is not None:
-            self._das_requests.begin_version(step)
+            self._das_requests.begin_step(step)
 
 
 def attach(worker: Any, settings: DropInSettings) -> None:
@@ -55,13 +55,11 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     engines = worker.vllm_config.parallel_config.data_parallel_size_local
     if not worker.das_start_drafting(asdict(settings.drafting(max(1, engines)))):
         return
-    history: History
-    if worker._das_sync is None:
-        history = IndexHistory(worker._das_index, settings.window)
-    else:
-        tokenizer = _tokenizer_of(worker.vllm_config)
-        history = RedisHistory(worker._das_sync.store, worker._das_sync, settings.run, tokenizer)
-    recorder = RolloutRecorder(history, worker._das_controller.set_generation)
+    shared = None
+    if (sync := worker._das_sync) is not None:
+        shared = RedisHistory(sync.store, sync, settings.run, _tokenizer_of(worker.vllm_config))
+    in_memory = IndexHistory(worker._das_index, settings.window)
+    recorder = RolloutRecorder(in_memory, worker._das_controller.set_generation, shared)
     requests = Requests(recorder, worker._das_loop.take_counts)
     worker._das_recorder, worker._das_requests = recorder, requests
     worker.das_follow(requests.settings_of, requests.finish)

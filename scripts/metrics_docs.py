@@ -15,11 +15,12 @@ from rollout_operator.cluster.object_cache import ObjectCache
 from rollout_operator.cluster.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_head.coordinator.state import CoordinatorLimits, CoordinatorState
 from rollout_head.coordinator.status import StatusBuilder
 from rollout_store.history_service.service import HistoryCollector, ServiceState
 from rollout_store.job import EngineReport
+from rollout_store.runtime.engine_metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -251,6 +251,12 @@ class HistoryKeys:
     """String with expiry, renewed by the maintainer: the process that currently maintains this history."""
     drafter_state = _Key()
     """String, written by engines: a drafter's learned state. New engines start with it."""
+    engines = _Key()
+    """Sorted set with expiry, written by engines without a job: engine id → Unix time of its last report."""
+
+    def engine(self, engine: str) -> str:
+        """String with expiry, written by an engine without a job: its report."""
+        return f"{self.prefix}engine:{engine}"
 
     def log(self, problem: str) -> str:
         """Stream, written by the relay: the problem's recent rollouts, oldest first; see :meth:`blocks` for others."""

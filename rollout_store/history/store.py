@@ -28,6 +28,7 @@ from rollout_api.protocol.history_encoding import (
 from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
 from rollout_store.history.catalog import ProblemCatalog, ProblemChange, query_problems, raise_unless_key_error
+from rollout_store.history.engine_reports import EngineReports
 from rollout_store.history.metadata import HistoryInfo, HistoryMetadata, list_histories
 from rollout_store.history.records import (
     START,
@@ -180,6 +181,7 @@ class HistoryStore:
         self.metadata = HistoryMetadata(client, keys, window=window)
         self.catalog = ProblemCatalog(client, keys)
         self.statistics = HistoryStatistics(client, keys)
+        self.engines = EngineReports(client, keys)
 
     @classmethod
     def open_existing(cls, client: Redis, keys: HistoryKeys) -> tuple[HistoryStore, HistoryInfo]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rollout_worker.drop_in.metrics import serve_reports
 from rollout_worker.drop_in.settings import CONFIG_KEY, DropInSettings, apply, settings_of
 from rollout_worker.engine import vllm_plugin
 
@@ -24,7 +25,7 @@ def register() -> None:
 
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: Any, usage_context: Any = None, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(self.speculative_config, os.environ)
         if settings is not None:
             from vllm.platforms import current_platform
@@ -32,8 +33,11 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             from rollout_worker.engine.vllm_version import check_vllm
 
             check_vllm()
-            apply(settings, self, is_cpu=current_platform.is_cpu())
-        return original(self, *args, **kwargs)
+            _, max_num_seqs = self.get_batch_defaults(self.pipeline_parallel_size * self.tensor_parallel_size)
+            default = max_num_seqs.get(usage_context, max(max_num_seqs.values()))
+            apply(settings, self, default_max_num_seqs=default, is_cpu=current_platform.is_cpu())
+            serve_reports()
+        return original(self, usage_context, *args, **kwargs)
 
     return create_engine_config
 

@@ -43,6 +43,11 @@ class Requests:
         self._version = 0
         self._has_new_weights = True
 
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample the last requests."""
+        return self._version
+
     def change_weights(self) -> None:
         """Begin a new version with the next request. A trainer loads the tensors of one version in many calls."""
         self._has_new_weights = True

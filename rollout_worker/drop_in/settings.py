@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import cuda_graph_sizes, scheduled_tokens
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig, HistoryLocation
 
+logger = logging.getLogger(__name__)
 METHOD = "das"
 """The method of vLLM's speculative configuration that stands for this drafter."""
 CONFIG_KEY = "das"
@@ -24,6 +26,12 @@ VARIABLE = "DAS_DRAFTING"
 ``memory``."""
 _IN_MEMORY = "memory"
 _DEFAULT_NAMESPACE = "default"
+_MAX_PLACES_SHARE = 0.75
+"""Share of ``max_num_batched_tokens`` that may be places for drafts, if the user has set it; the others are for
+prompts."""
+_MAX_DEFAULT_PLACES = 8192
+"""Places for drafts of an engine whose user has not set ``max_num_seqs``. vLLM allows 1,024 requests on large GPUs, and
+the logits of 17 tokens of each of them would take 10 GB for a vocabulary of 150,000."""
 
 
 class DropInSettings(BaseModel):
@@ -138,19 +146,34 @@ def settings_of(speculative_config: Any, environment: Mapping[str, str]) -> Drop
     return DropInSettings.parse({name.replace("-", "_"): value for name, value in speculative_config.items()})
 
 
-def apply(settings: DropInSettings, args: Any, *, is_cpu: bool) -> None:
-    """Let vLLM's ``EngineArgs`` draft. What the user has set explicitly stays."""
-    args.speculative_config = {
-        "method": "custom_class",
-        "model": PROPOSER,
-        "num_speculative_tokens": settings.num_speculative_tokens,
-    }
-    args.additional_config = {**args.additional_config, CONFIG_KEY: settings.model_dump()}
-    if is_cpu or args.max_num_seqs is None:
+def apply(settings: DropInSettings, args: Any, *, default_max_num_seqs: int, is_cpu: bool) -> None:
+    """Let vLLM's ``EngineArgs`` draft. What the user has set explicitly stays.
+
+    Args:
+        settings: the user's settings.
+        args: the arguments, which are changed.
+        default_max_num_seqs: vLLM's value of ``max_num_seqs``, if the user has not set it.
+        is_cpu: whether the engine runs on CPUs.
+    """
+    max_num_seqs = args.max_num_seqs or default_max_num_seqs
+    places = settings.num_speculative_tokens
+    limit = _MAX_DEFAULT_PLACES if args.max_num_seqs is None else None
+    if args.max_num_batched_tokens is not None:
+        limit = int(_MAX_PLACES_SHARE * args.max_num_batched_tokens)
+    if limit is not None and max_num_seqs * (1 + places) > limit:
+        places = max(1, limit // max_num_seqs - 1)
+        logger.warning(
+            "Drafts have at most %d tokens instead of %d, so that those of max_num_seqs = %d requests fit in a step.",
+            places,
+            settings.num_speculative_tokens,
+            max_num_seqs,
+        )
+    args.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": places}
+    applied = settings.model_copy(update={"num_speculative_tokens": places})
+    args.additional_config = {**args.additional_config, CONFIG_KEY: applied.model_dump()}
+    if is_cpu:
         return
     if args.max_num_batched_tokens is None:
-        args.max_num_batched_tokens = scheduled_tokens(args.max_num_seqs, settings.num_speculative_tokens)
+        args.max_num_batched_tokens = scheduled_tokens(max_num_seqs, places)
     if not args.enforce_eager and args.cudagraph_capture_sizes is None and args.max_cudagraph_capture_size is None:
-        args.cudagraph_capture_sizes = (
-            cuda_graph_sizes(args.max_num_seqs, settings.num_speculative_tokens) or args.cudagraph_capture_sizes
-        )
+        args.cudagraph_capture_sizes = cuda_graph_sizes(max_num_seqs, places) or args.cudagraph_capture_sizes

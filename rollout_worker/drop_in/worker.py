@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout_worker.drop_in.recorder import History, IndexHistory, RedisHistory, RolloutRecorder
+from rollout_worker.drop_in.reporter import EngineReporter, EngineState
 from rollout_worker.drop_in.requests import Requests
 from rollout_worker.drop_in.settings import DropInSettings
 from rollout_worker.engine.worker_extension import DraftingExtension
@@ -66,8 +67,25 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     worker.das_follow(requests.settings_of, requests.finish)
     for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
         _call_after(owner, name, requests.change_weights)
-    _call_before(worker, "shutdown", lambda: recorder.stop(_STOP_TIMEOUT_S))
+    reporter = EngineReporter(
+        lambda: EngineState(
+            requests.version,
+            worker._das_loop.num_requests,
+            worker.das_stats(),
+            recorder.counters.recorded,
+            recorder.counters.lost,
+        ),
+        worker.vllm_config.parallel_config.data_parallel_rank,
+        None if worker._das_sync is None else worker._das_sync.store.engines,
+    )
+
+    def stop() -> None:
+        recorder.stop(_STOP_TIMEOUT_S)
+        reporter.stop(_STOP_TIMEOUT_S)
+
+    _call_before(worker, "shutdown", stop)
     recorder.start()
+    reporter.start()
 
 
 def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:

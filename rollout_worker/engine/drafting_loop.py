@@ -111,6 +111,8 @@ class DraftingLoop:
         """Create a loop without requests."""
         self.steps = 0
         """Number of steps."""
+        self.tokens = 0
+        """Number of tokens of responses that were sampled, up to the step before the last."""
         self.seconds = 0.0
         """Seconds spent in :meth:`draft`."""
         self.proposed_tokens = 0
@@ -488,6 +490,7 @@ class DraftingLoop:
         self._record_drafts(step)
         count = len(step.rows)
         generated, seconds = self._batch.generated[:count].copy(), step.seconds
+        self.tokens += int(generated.sum())
         rows, verified, expected = step.rows, step.verified, self._batch.expected[:count]
         num_tokens = step.num_tokens[step.places].astype(np.int64)
         self._context_tokens = int(num_tokens.sum())

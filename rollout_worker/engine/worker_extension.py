@@ -378,6 +378,7 @@ class DraftingExtension(EngineExtension):
         scheduling = self._das_scheduling
         return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
             "decoding_steps": loop.steps,
+            "tokens": loop.tokens,
             "tracked_responses": loop.num_tracked,
             "proposed_tokens": loop.proposed_tokens,
             "drafting_seconds": loop.seconds,

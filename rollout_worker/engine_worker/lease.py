@@ -15,6 +15,7 @@ import redis
 from rollout_store.job import EngineReport, JobStore, LeaseState, RolloutProgress
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.engine_stats import counters_of
 from rollout_worker.engine_worker.running import RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter
 from rollout_worker.policy.governor import SpeculationCutoff
@@ -28,25 +29,6 @@ LOADING_HANG_TIMEOUT_S = 1800.0
 """The same while the engine loads weights, because it answers only between two files or tensors."""
 MAX_CUTOFF_DELAY_S = 600.0
 """Seconds for which an engine on which drafting does not pay waits for a moment without rollouts to be replaced."""
-_STATS = (
-    "decoding_steps",
-    "drafting_seconds",
-    "drafting_failures",
-    "index_bytes",
-    "cost_base_seconds",
-    "cost_token_seconds",
-    "cost_context_token_seconds",
-    "cost_drafting_seconds",
-    "cost_experts_seconds",
-    "cost_error_ratio",
-    "timed_seconds",
-    "timed_seconds_without_drafts",
-    "drafting_disabled",
-    "drafting_stops",
-    "trial_tokens",
-    "proposed_tokens",
-)
-_HISTORY_STATS = ("rollouts", "tokens", "corrupt", "evictions", "failures")
 
 
 class EngineLease:
@@ -176,12 +158,8 @@ class EngineMonitor:
         while True:
             await asyncio.sleep(ENGINE_STATS_INTERVAL_S)
             stats = await self._read_stats()
-            counters = {name: stats[name] for name in _STATS if name in stats}
-            history: dict[str, Any] = stats.get("history", {})
-            counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
-            self._report.counters |= counters
+            self._report.counters |= counters_of(stats)
             self._report.labeled_counters = stats.get("labeled_counters", {})
-            self._report.counters["measured_timestamp_seconds"] = time.time()
             if "timed_seconds" in stats and not self._report.draining:
                 self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_disabled"]))
 

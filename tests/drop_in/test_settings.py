@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from rollout_store.job.engines import EngineError
 from rollout_worker import drafting_args
-from rollout_worker.drop_in.settings import VARIABLE, settings_of
+from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE, DropInSettings, apply, settings_of
+from rollout_worker.engine.config import cuda_graph_sizes
 
 URL = "redis://user:secret@redis.rl:6379/math?socket_timeout=3"
 
@@ -65,3 +69,51 @@ def test_engines_of_a_run_have_the_name_that_they_are_given() -> None:
     named = settings_of({"method": "das", "run": "run 7", "num-speculative-tokens": 8}, {})
     assert named is not None
     assert (named.run, named.num_speculative_tokens) == ("run 7", 8)
+
+
+def applied(*, num_speculative_tokens: int = 16, is_cpu: bool = False, **chosen: Any) -> SimpleNamespace:
+    """Return the arguments of an engine on a GPU that vLLM would give 1,024 requests, with those that a user sets."""
+    args = SimpleNamespace(
+        max_num_seqs=None,
+        max_num_batched_tokens=None,
+        enforce_eager=False,
+        cudagraph_capture_sizes=None,
+        max_cudagraph_capture_size=None,
+        additional_config={"other": 1},
+    )
+    vars(args).update(chosen)
+    settings = DropInSettings(num_speculative_tokens=num_speculative_tokens)
+    apply(settings, args, default_max_num_seqs=1024, is_cpu=is_cpu)
+    places = args.speculative_config["num_speculative_tokens"]
+    assert args.additional_config[CONFIG_KEY]["num_speculative_tokens"] == places
+    assert args.additional_config["other"] == 1
+    return args
+
+
+def test_a_step_has_places_for_the_drafts_of_all_requests_and_for_prompts() -> None:
+    args = applied(max_num_seqs=256)
+    assert args.speculative_config["num_speculative_tokens"] == 16
+    assert args.max_num_batched_tokens == 256 * 17 + 8192
+    assert args.cudagraph_capture_sizes == cuda_graph_sizes(256, 16) != []
+
+
+def test_drafts_are_shorter_where_the_trainer_limits_the_tokens_of_a_step() -> None:
+    args = applied(max_num_seqs=256, max_num_batched_tokens=4096)  # as TRL's GRPOTrainer does
+    assert args.max_num_batched_tokens == 4096
+    assert args.speculative_config["num_speculative_tokens"] == 11
+    assert applied(max_num_seqs=1024, max_num_batched_tokens=1024).speculative_config["num_speculative_tokens"] == 1
+    assert applied(max_num_seqs=16, max_num_batched_tokens=4096).speculative_config["num_speculative_tokens"] == 16
+
+
+def test_drafts_are_shorter_where_vllm_chooses_the_number_of_requests() -> None:
+    args = applied()
+    assert args.max_num_seqs is None
+    assert args.speculative_config["num_speculative_tokens"] == 7
+    assert args.max_num_batched_tokens == 16384
+
+
+def test_what_the_user_has_chosen_stays() -> None:
+    args = applied(max_num_seqs=256, cudagraph_capture_sizes=[1, 2], max_num_batched_tokens=10_000)
+    assert (args.cudagraph_capture_sizes, args.max_num_batched_tokens) == ([1, 2], 10_000)
+    assert applied(max_num_seqs=256, enforce_eager=True).cudagraph_capture_sizes is None
+    assert applied(max_num_seqs=256, is_cpu=True).max_num_batched_tokens is None

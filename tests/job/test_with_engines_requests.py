@@ -13,8 +13,8 @@ import pytest
 from rollout_api import AsyncRolloutClient, FinishReason, Prompt, RolloutId, encode
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest, WeightUpdate
-from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from rollout_store.job import JobStore, RolloutProgress
+from rollout_store.runtime.engine_metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from rollout_worker.engine.engine import Engine
 from tests.support.in_process_job import LiveJob, manifest
 from tests.support.live_job_harness import (

@@ -37,9 +37,10 @@ from rollout_operator.objects.pods import head_pod
 from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
-from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
+from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_store.history_service.service import HistoryCollector, ServiceState
 from rollout_store.job import EngineReport
+from rollout_store.runtime.engine_metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from scripts import crd
 from scripts.dashboards import dashboards
 from scripts.release.chart import package_chart

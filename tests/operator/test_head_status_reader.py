@@ -20,9 +20,9 @@ from rollout_operator.objects.observed import EngineStatus, HeadStatus, PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.status import BRIEF_ENGINE_FIELDS, EngineEntry, ServedStatus
-from rollout_head.coordinator.metrics import ENGINE_METRICS
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.job import EngineReport
+from rollout_store.runtime.engine_metrics import ENGINE_METRICS
 from tests.support.job_status import job_status
 
 _NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"

@@ -10,9 +10,9 @@ from contextlib import suppress
 from aiohttp import web
 from rollout_operator.objects import names
 
-from rollout_head.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.job import EngineReport
+from rollout_store.runtime.engine_metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from tests.support.job_status import job_status
 
 _LABELS = {"source": ("history", "siblings", "self", "pool"), "position": [*map(str, range(1, 16)), "16+"]}

@@ -95,6 +95,16 @@ class Requests:
                 FinishedRollout(request_id, request.problem, request.version, response, reason, sources)
             )
 
+    def finish_all(self, text_of: Callable[[str], Sequence[int] | TokenArray | None]) -> None:
+        """Record all requests when the engine ends, which has not told those that ended in its last step.
+
+        Args:
+            text_of: returns the tokens of a request, as :meth:`finish` expects them.
+        """
+        for request_id in list(self._requests):
+            if (tokens := text_of(request_id)) is not None:
+                self.finish(request_id, tokens)
+
 
 def _problem_of(prompt: Sequence[int], features: Sequence[Any]) -> str:
     """Return the id of the problem of a prompt; that of a job if there are no images."""

@@ -80,6 +80,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     )
 
     def stop() -> None:
+        requests.finish_all(worker.das_text_of)
         recorder.stop(_STOP_TIMEOUT_S)
         reporter.stop(_STOP_TIMEOUT_S)
 

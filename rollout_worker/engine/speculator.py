@@ -381,7 +381,7 @@ class DraftScheduling:
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
         finished = scheduler_output.finished_req_ids
-        texts = {} if self.on_finished is None else {request_id: self._text(request_id) for request_id in finished}
+        texts = {} if self.on_finished is None else {request_id: self.text_of(request_id) for request_id in finished}
         preempted = scheduler_output.preempted_req_ids or set()
         for request_id in preempted:
             loop.count_steps(request_id, self._sampled_steps(request_id))
@@ -400,7 +400,7 @@ class DraftScheduling:
                 prompt = request.prefill_token_ids[: request.prompt_len]
                 loop.add(request.req_id, settings, prompt, end_token_ids(request.sampling_params))
 
-    def _text(self, request_id: str) -> NDArray[np.int32] | None:
+    def text_of(self, request_id: str) -> NDArray[np.int32] | None:
         """Return a copy of the tokens of a request that has ended: its prompt and what was sampled for it so far."""
         row = self._runner.req_states.req_id_to_index.get(request_id)
         steps = [step for step in (*self._taken, *self._runner.speculator.sampled) if request_id in step.request_ids]

@@ -289,13 +289,20 @@ class DraftingExtension(EngineExtension):
 
         def finish_and_update_states(scheduler_output: Any) -> Any:
             for request_id in scheduler_output.finished_req_ids:
-                request = runner.requests.get(request_id)
-                if request is not None and loop is not None:
+                text = self.das_text_of(request_id)
+                if text is not None and loop is not None:
                     loop.remove([request_id])
-                    on_finished(request_id, [*request.prompt_token_ids, *request.output_token_ids])
+                    on_finished(request_id, text)
             return update_states(scheduler_output)
 
         runner._update_states = finish_and_update_states
+
+    def das_text_of(self, request_id: str) -> Any:
+        """Return the tokens of a request, its prompt and what was sampled for it so far; None if it is unknown."""
+        if self._das_scheduling is not None:
+            return self._das_scheduling.text_of(request_id)
+        request = self.model_runner.requests.get(request_id)
+        return None if request is None else [*request.prompt_token_ids, *request.output_token_ids]
 
     def _das_card(self) -> str:
         import torch

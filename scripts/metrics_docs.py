@@ -32,6 +32,7 @@ the code that exports them by `python scripts/metrics_docs.py`.
 | Process | Address | Metrics begin with |
 |---|---|---|
 | head of a job | `--http-port`, 8080 by default | `rollout_`, and for its engines `rollout_engine_` |
+| `vllm serve` with the [drafter](own-engines.md) | vLLM's `/metrics` | `rollout_engine_` |
 | history service | `--port`, 8080 by default | `rollout_history_` |
 | operator | `--port`, 8081 by default | `rollout_operator_` |
 
@@ -57,7 +58,8 @@ The head exports these metrics. `job` is `NAMESPACE/NAME`.
 
 ENGINES = """## Engines
 
-The head exports these metrics for each engine, from the engine's last report.
+The head exports these metrics for each engine, from the engine's last report. `vllm serve` with the
+[drafter](own-engines.md) exports those that vLLM does not count itself, without the label `job`.
 
 - The fitted cost model of a step is described in [budgets.md](budgets.md#the-cost-model). For a mixture of experts, its
   constant part and its time per token hold for steps with about one draft token per rollout;

@@ -144,6 +144,46 @@ def parse_server_address(url: str) -> RedisAddress:
     return address
 
 
+def split_history_url(url: str) -> tuple[str, str]:
+    """Split the URL of a history into that of its server and the history's full name.
+
+    Args:
+        url: a URL as of :func:`parse_address`, but not of a socket, whose path ends with the history's name: ``/math``,
+            or ``/NAMESPACE/NAME`` for the history of a job. A number before it is that of a database.
+
+    Returns:
+        The URL of the server, and ``NAMESPACE/NAME``. A history of which only the name is given is in the namespace
+        ``default``.
+
+    Raises:
+        ValueError: the URL is malformed, or has no name of a history. The message contains no password.
+    """
+    shape = _SHAPE.fullmatch(url)
+    kind = None if shape is None else _KINDS.get(shape["scheme"])
+    path = "" if shape is None else shape["path"] or ""
+    # An @ in the path is that of a login with a password that was not escaped.
+    if shape is None or kind is None or shape["scheme"] == "unix" or "@" in path:
+        raise ValueError(_history_fault(url))
+    parts = path.strip("/").split("/")
+    server = parts[: 1 if kind is Kind.SENTINEL else 0]
+    if len(parts) > len(server) and parts[len(server)].isdigit():
+        server = parts[: len(server) + 1]
+    *namespaces, name = parts[len(server) :] or [""]
+    if not name or len(namespaces) > 1:
+        raise ValueError(_history_fault(url))
+    start, end = shape.span("path")
+    server_url = url[:start] + "".join(f"/{part}" for part in server) + url[end:]
+    parse_address(server_url)
+    return server_url, f"{namespaces[0] if namespaces else 'default'}/{name}"
+
+
+def _history_fault(url: str) -> str:
+    return (
+        "the URL of a history is that of a Redis server with the history's name behind it, such as "
+        f"redis://redis:6379/math or redis://redis:6379/NAMESPACE/math, not {without_password(url)!r}"
+    )
+
+
 def without_password(url: str) -> str:
     """Return *url*, which may be malformed, with ``***`` in place of passwords and of certificates, which are long."""
     scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")

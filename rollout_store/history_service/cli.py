@@ -39,6 +39,7 @@ from rollout_store.history.contents import (
     read_problem,
     show_ids,
 )
+from rollout_store.history.engine_reports import EngineReports
 from rollout_store.history.maintenance.maintainer import RETENTION_S, HistoryMaintainer, new_lease_token
 from rollout_store.history.maintenance.planner import MaintenancePlan
 from rollout_store.history.maintenance.run import MaintenanceCounts, MaintenanceOperations
@@ -167,7 +168,7 @@ def serve(
 
 @app.command("ls")
 def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
-    """List the histories on a server."""
+    """List the histories on a server, with the number of engines without a job that use them now."""
     with _connected(redis) as client:
         rows = [_overview(client, keys) for keys in list_histories(client)]
     if as_json:
@@ -178,7 +179,16 @@ def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
         output.print("There are no histories on this server.")
         return
     table = new_table(
-        "history", "tokenizer", "model", ">problems", ">bytes", ">cap", ">generation", ">window", "last used"
+        "history",
+        "tokenizer",
+        "model",
+        ">problems",
+        ">bytes",
+        ">cap",
+        ">generation",
+        ">window",
+        ">engines",
+        "last used",
     )
     for row in rows:
         if "error" in row:
@@ -193,6 +203,7 @@ def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
             "–" if row["max_bytes"] is None else format_bytes(row["max_bytes"]),
             f"{row['generation']:,}",
             f"{row['window']}",
+            f"{row['engines']}",
             format_age(row["unused_seconds"]),
         )
     output.print(table)
@@ -484,6 +495,7 @@ def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
         **info,
         "problems": plan.problems,
         "bytes": plan.bytes,
+        "engines": len(EngineReports(client, keys).read()),
         "unused_seconds": plan.unused if plan.problems else None,
     }
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.live import Live
 
 from rollout_api.client.job_info import parse_status
 from rollout_api.length_stats import LengthStats
@@ -22,13 +23,16 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.status import EXIT_ENGINE, CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
-from rollout_api.redis_client.connection import connect_async, connect_history
+from rollout_api.redis_client.address import split_history_url
+from rollout_api.redis_client.connection import check, connect_async, connect_history
+from rollout_store.history.engine_reports import REPORT_INTERVAL_S
 from rollout_store.history.store import HistoryStore, LengthLookup
 from rollout_store.job import JobStore, RolloutProgress
 from rollout_store.job.store import MAX_BLOCKING_READ_S
 from rollout_store.runtime.output import exit_with_error
 from rollout_tools.cli.job_address import (
     FoundJob,
+    JobAddressError,
     JobArgument,
     JobHistoryRedis,
     JobManifest,
@@ -60,15 +64,21 @@ def top(
 ) -> None:
     """Watch a job live: its engines, the running rollouts and their predicted lengths, and what drafting saves.
 
+    Instead of a job, the URL of a history shows the engines that trainers run themselves and that use this history.
+
     If the output is no terminal, the state is printed once.
     """
     from rollout_tools.cli.job_status import read_snapshot
     from rollout_tools.cli.top_view import whole_view
 
+    once = once or not console.is_terminal
+    if job is not None and "://" in job:
+        _show_own_engines(job, once=once)
+        return
     with exit_with_message(file, redis or "", interrupted="the job continues"):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
         history = history_redis or found.history_url
-        if once or not console.is_terminal:
+        if once:
             live = asyncio.run(_read_once(found, history))
             if live is None:
                 with found.connected() as server:
@@ -77,6 +87,25 @@ def top(
             console.print(whole_view(live, time.time()))
         else:
             asyncio.run(_watch(found, history))
+
+
+def _show_own_engines(url: str, *, once: bool) -> None:
+    from rollout_tools.cli.top_view import own_engines_view
+
+    with exit_with_message(None, url, interrupted="the engines continue"):
+        try:
+            server, history = split_history_url(url)
+        except ValueError as error:
+            raise JobAddressError(str(error)) from None
+        store = HistoryStore.for_all_generations(connect_history(server), HistoryKeys.from_full_name(history))
+        check(store.client, server)
+        if once:
+            console.print(own_engines_view(history, store.engines.read()))
+            return
+        with Live(console=console) as live:
+            while True:
+                live.update(own_engines_view(history, store.engines.read()))
+                time.sleep(REPORT_INTERVAL_S)
 
 
 async def _read_once(found: FoundJob, history_url: str) -> LiveJob | None:
@@ -173,16 +202,16 @@ class LiveJob:
         ]
         return (statistics.fmean(ages), max(ages)) if ages else None
 
-    def acceptance(self, kind: str) -> list[Acceptance]:
-        """Return the acceptance of draft tokens by ``source`` or by ``position``, over all live engines."""
-        drafted: dict[str, int] = {}
-        accepted: dict[str, int] = {}
-        for engine in self.status["engines"]:
-            counters = engine["labeled_counters"]
-            for total, name in ((drafted, "draft"), (accepted, "accepted")):
-                for label, count in counters.get(f"{kind}_{name}_tokens", {}).items():
-                    total[label] = total.get(label, 0) + count
-        return [Acceptance(label, count, accepted.get(label, 0)) for label, count in drafted.items() if count]
+
+def acceptance_of(counters: Iterable[Mapping[str, Mapping[str, int]]], kind: str) -> list[Acceptance]:
+    """Return the acceptance of draft tokens by ``source`` or by ``position``, from the labeled counters of engines."""
+    drafted: dict[str, int] = {}
+    accepted: dict[str, int] = {}
+    for one in counters:
+        for total, name in ((drafted, "draft"), (accepted, "accepted")):
+            for label, count in one.get(f"{kind}_{name}_tokens", {}).items():
+                total[label] = total.get(label, 0) + count
+    return [Acceptance(label, count, accepted.get(label, 0)) for label, count in drafted.items() if count]
 
 
 def predicted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar
 
 from redis.exceptions import RedisError
@@ -18,9 +18,11 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
+from rollout_store.history.engine_reports import OwnEngineReport
 from rollout_tools.cli.job_status import duration, engine_state, engines_with_newest_weights, problems, unread_results
-from rollout_tools.cli.top import LiveJob, RunningRollout
+from rollout_tools.cli.top import LiveJob, RunningRollout, acceptance_of
 
+_DISABLED = "disabled: it did not pay"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
 _SPARK_WIDTH = 60
@@ -60,30 +62,67 @@ def header(job: LiveJob, now: float) -> RenderableType:
 
 def engines_table(job: LiveJob) -> Table:
     """Return a table with a row for each engine."""
-    table = _table(
-        "engine", right=("version", "rollouts", "tokens/s", "KV cache", "accepted/step", "acceptance", "saved")
-    )
-    table.add_column("drafting")
+    table = _engines_table("rollouts")
     newest = job.status["weight_version"]
     for engine in sorted(job.status["engines"], key=lambda one: one["name"]):
-        counters = engine["counters"]
         behind = newest - engine["version"]
-        drafted, accepted = counters.get("draft_tokens", 0.0), counters.get("accepted_tokens", 0.0)
-        # Each decoding step of a rollout samples one token that was not drafted.
-        steps = counters.get("tokens", 0.0) - accepted
-        without = counters.get("timed_seconds_without_drafts", 0.0)
         table.add_row(
             engine["name"],
             Text(str(engine["version"]) + (f" (−{behind})" if behind > 0 else ""), "yellow" if behind > 0 else ""),
             f"{engine['assigned']}/{engine['max_running']}",
             f"{engine['tokens_per_second']:,.0f}",
-            f"{counters.get('kv_cache_usage', 0.0):.0%}",
-            f"{accepted / steps:.2f}" if steps > 0 else "–",
-            f"{accepted / drafted:.0%}" if drafted else "–",
-            f"{1 - counters['timed_seconds'] / without:.0%}" if without else "–",
+            f"{engine['counters'].get('kv_cache_usage', 0.0):.0%}",
+            *_savings(engine["counters"]),
             _drafting(engine),
         )
     return table
+
+
+def own_engines_view(history: str, engines: Sequence[OwnEngineReport]) -> RenderableType:
+    """Return what is known of the engines that use a history without a job."""
+    if not engines:
+        return Text(f"No engine without a job has used the history {history} in the last seconds.")
+    table = _engines_table("requests", has_kv_cache=False)
+    for engine in engines:
+        disabled = engine.counters.get("drafting_disabled")
+        table.add_row(
+            engine.name,
+            str(engine.version),
+            str(engine.running),
+            f"{engine.tokens_per_second:,.0f}",
+            *_savings(engine.counters),
+            Text(_DISABLED, "yellow") if disabled else Text("enabled", "green"),
+        )
+    recorded, lost = (
+        sum(engine.counters[name] for engine in engines) for name in ("recorded_rollouts", "lost_rollouts")
+    )
+    parts: list[RenderableType] = [
+        Text.assemble((history, "bold"), f": {recorded:,.0f} rollouts recorded, {lost:,.0f} lost"),
+        table,
+        _acceptance([engine.labeled_counters for engine in engines]),
+    ]
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+
+
+def _engines_table(running: str, *, has_kv_cache: bool = True) -> Table:
+    kv_cache = ("KV cache",) if has_kv_cache else ()
+    right = ("version", running, "tokens/s", *kv_cache, "accepted/step", "acceptance", "saved")
+    table = _table("engine", right=right)
+    table.add_column("drafting")
+    return table
+
+
+def _savings(counters: Mapping[str, float]) -> tuple[str, str, str]:
+    """Return an engine's accepted tokens per step, its acceptance, and the share of time that drafting saves."""
+    drafted, accepted = counters.get("draft_tokens", 0.0), counters.get("accepted_tokens", 0.0)
+    # Each decoding step of a rollout samples one token that was not drafted.
+    steps = counters.get("tokens", 0.0) - accepted
+    without = counters.get("timed_seconds_without_drafts", 0.0)
+    return (
+        f"{accepted / steps:.2f}" if steps > 0 else "–",
+        f"{accepted / drafted:.0%}" if drafted else "–",
+        f"{1 - counters['timed_seconds'] / without:.0%}" if without else "–",
+    )
 
 
 def tail(job: LiveJob) -> RenderableType:
@@ -135,7 +174,11 @@ def running_table(job: LiveJob, limit: int) -> Table:
 
 def acceptance(job: LiveJob) -> RenderableType:
     """Return which share of the draft tokens was accepted, by source and by position of the draft."""
-    sources, positions = job.acceptance("source"), job.acceptance("position")
+    return _acceptance([engine["labeled_counters"] for engine in job.status["engines"]])
+
+
+def _acceptance(counters: Sequence[Mapping[str, Mapping[str, int]]]) -> RenderableType:
+    sources, positions = acceptance_of(counters, "source"), acceptance_of(counters, "position")
     table = _table("drafts from", right=("verified", "accepted", ""))
     table.add_column("", no_wrap=True)
     for row in sources:
@@ -238,7 +281,7 @@ def _drafting(engine: EngineEntry) -> Text:
     if state == "without speculation":
         return Text(state, "yellow" if engine["speculation_disabled"] else "dim")
     if engine["counters"].get("drafting_disabled"):
-        return Text("disabled: it did not pay", "yellow")
+        return Text(_DISABLED, "yellow")
     return Text("enabled", "green") if state == "running" else Text(state, "dim")
 
 

@@ -6,12 +6,13 @@ import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.spec import PolicyName
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.redis_client.address import split_history_url
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import cuda_graph_sizes, scheduled_tokens
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig, HistoryLocation
@@ -25,7 +26,6 @@ VARIABLE = "DAS_DRAFTING"
 """Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history, or
 ``memory``."""
 _IN_MEMORY = "memory"
-_DEFAULT_NAMESPACE = "default"
 _MAX_PLACES_SHARE = 0.75
 """Share of ``max_num_batched_tokens`` that may be places for drafts, if the user has set it; the others are for
 prompts."""
@@ -59,14 +59,8 @@ class DropInSettings(BaseModel):
     @field_validator("history")
     @classmethod
     def _check_history(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        parts = urlsplit(url)
-        if "://" not in url or not parts.path.strip("/"):
-            raise ValueError(
-                f"must be the URL of a Redis server with the history's name as its path, such as "
-                f"redis://redis:6379/math, not {url!r}"
-            )
+        if url is not None:
+            split_history_url(url)
         return url
 
     @field_validator("index_bytes")
@@ -99,11 +93,9 @@ class DropInSettings(BaseModel):
         """Return where the history is; None if it is in the engine's memory."""
         if self.history is None:
             return None
-        parts = urlsplit(self.history)
-        namespace, _, name = parts.path.strip("/").rpartition("/")
-        return HistoryLocation(
-            parts._replace(path="").geturl(), namespace or _DEFAULT_NAMESPACE, name, window=self.window
-        )
+        redis_url, full_name = split_history_url(self.history)
+        keys = HistoryKeys.from_full_name(full_name)
+        return HistoryLocation(redis_url, keys.namespace, keys.name, window=self.window)
 
     def drafting(self, engines: int) -> DraftingConfig:
         """Return the drafting configuration of one of several engines of a machine."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address, without_password
+from rollout_api.redis_client.address import (
+    Kind,
+    RedisAddress,
+    parse_address,
+    parse_server_address,
+    split_history_url,
+    without_password,
+)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +141,43 @@ def test_text_of_an_address_has_no_credentials() -> None:
     url = "redis+sentinel://u:secret@a,[::1]:1/main?sentinel_password=secret"
     assert "main, whose Sentinels are a:26379,[::1]:1" == str(parse_address(url))
     assert "secret" not in repr(parse_address(url))
+
+
+@pytest.mark.parametrize(
+    ("url", "server", "history"),
+    [
+        ("redis://redis:6379/math", "redis://redis:6379", "default/math"),
+        ("redis://redis:6379/team/math", "redis://redis:6379", "team/math"),
+        (
+            "rediss://u:p%2F@redis/2/math?ssl_cert_reqs=none",
+            "rediss://u:p%2F@redis/2?ssl_cert_reqs=none",
+            "default/math",
+        ),
+        ("redis://redis/0/7b/math", "redis://redis/0", "7b/math"),
+        ("redis+sentinel://a,b/mymaster/math", "redis+sentinel://a,b/mymaster", "default/math"),
+        ("redis+sentinel://a,b/mymaster/1/team/math", "redis+sentinel://a,b/mymaster/1", "team/math"),
+        ("redis+cluster://a,b/math", "redis+cluster://a,b", "default/math"),
+    ],
+)
+def test_the_url_of_a_history_is_that_of_its_server_with_its_name(url: str, server: str, history: str) -> None:
+    assert (server, history) == split_history_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:secret@redis:6379",
+        "redis://u:secret@redis:6379/0",
+        "redis+sentinel://u:secret@a/mymaster",
+        "redis://u:secret@redis/0/a/b/c",
+        "unix://u:secret@/run/redis/math",
+        "math",
+        "http://u:secret@redis/math",
+        "redis://u:sec/ret@redis/math",
+        "redis://u:sec/ret@redis",
+    ],
+)
+def test_the_url_of_a_history_needs_a_server_and_a_name(url: str) -> None:
+    with pytest.raises(ValueError, match="redis://redis:6379/math") as caught:
+        split_history_url(url)
+    assert "sec" not in str(caught.value)

@@ -37,10 +37,11 @@ def test_the_history_of_a_job_has_a_namespace() -> None:
     assert (location.namespace, location.name, location.redis_url) == ("team", "math", "rediss://redis:1")
 
 
-@pytest.mark.parametrize("history", ["redis://redis:6379", "redis:6379/math", "math"])
+@pytest.mark.parametrize("history", ["redis://:secret@redis:6379/", "redis:6379/math", "redis://redis/a/b/c"])
 def test_a_history_without_a_server_or_a_name_is_refused(history: str) -> None:
-    with pytest.raises(EngineError, match="redis://redis:6379/math"):
+    with pytest.raises(EngineError, match="redis://redis:6379/math") as caught:
         drafting_args(history)
+    assert "secret" not in str(caught.value)
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_store.job import RolloutProgress
 from rollout_tools.cli import top_view as view
-from rollout_tools.cli.top import LiveJob, predicted
+from rollout_tools.cli.top import LiveJob, acceptance_of, predicted
 from rollout_tools.cli.top_view import TopApp
 from tests.support.job_messages import request, rollout
 
@@ -131,8 +131,9 @@ def test_a_rollout_beyond_all_earlier_ones_is_expected_to_reach_its_limit() -> N
 def test_acceptance_is_summed_over_engines() -> None:
     counters = {"source_draft_tokens": {"history": 10, "self": 4}, "source_accepted_tokens": {"history": 7}}
     job = live_job(engine("a", labeled_counters=counters), engine("b", labeled_counters=counters))
-    assert [("history", 20, 14, 0.7), ("self", 8, 0, 0.0)] == [(*row, row.rate) for row in job.acceptance("source")]
-    assert [] == job.acceptance("position")
+    by_source = acceptance_of([counters, counters], "source")
+    assert [("history", 20, 14, 0.7), ("self", 8, 0, 0.0)] == [(*row, row.rate) for row in by_source]
+    assert [] == acceptance_of([counters, counters], "position")
     assert "own text" in text(view.acceptance(job))
 
 

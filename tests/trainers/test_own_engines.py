@@ -149,3 +149,16 @@ def test_trl_trains_with_vllm_serve(tmp_path: Path, history: str) -> None:
         reply = httpx.post(f"{url}/collective_rpc", json={"method": "das_stats"}).raise_for_status().json()
     assert accepted(reply["results"][0]) > MIN_ACCEPTED
     check_training(training, rollouts_in(history))
+
+
+def test_the_responses_of_verls_hybrid_engine_stay_the_same(tmp_path: Path, history: str) -> None:
+    command = [sys.executable, "-m", "tests.support.verl_on_cpu", "--history", history]
+    command += ["--output", str(tmp_path / "sampled.json")]
+    with (tmp_path / "log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log).returncode
+    assert 0 == code, (tmp_path / "log").read_text()[-4000:]
+    sampled = json.loads((tmp_path / "sampled.json").read_text())
+    assert accepted(sampled["stats"]) > MIN_ACCEPTED
+    assert sampled["plain"] == sampled["drafted"]
+    # verl has replaced the weights before each step.
+    assert dict.fromkeys(range(1, STEPS + 1), 4) == Counter(rollout.weight_version for rollout in rollouts_in(history))

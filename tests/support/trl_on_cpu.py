@@ -1,4 +1,4 @@
-"""Lets TRL's GRPOTrainer train on CPUs with vLLM in its own process (``vllm_mode="colocate"``), unmodified.
+"""Lets TRL's GRPOTrainer train on CPUs, unmodified, with vLLM in its own process or with ``vllm serve``.
 
 As a program, it trains the tiny model and prints what was sampled and how it was drafted.
 """
@@ -43,10 +43,21 @@ def install() -> None:
     CpuPlatform.supported_dtypes = property(lambda _: [torch.float32])  # type: ignore[assignment,method-assign]
 
 
+def install_sender() -> None:
+    """Let TRL send weights to a vLLM server from the CPU: with gloo in place of NCCL, for which it demands a GPU."""
+    from trl.generation.vllm_client import VLLMClient
+
+    from tests.support import vllm_sender_on_cpu
+
+    vllm_sender_on_cpu.install()
+    init_communicator = VLLMClient.init_communicator
+    VLLMClient.init_communicator = lambda self, device: init_communicator(self, "cuda")
+
+
 def make_trainer(
     model: Path, prompts: Sequence[str], reward: Callable[..., list[float]], output: Path, **settings: Any
 ) -> Any:
-    """Return a GRPOTrainer with a vLLM engine in this process, after :func:`install`.
+    """Return a GRPOTrainer, after :func:`install`; by default, with a vLLM engine in this process.
 
     Args:
         model: directory of the model.
@@ -94,6 +105,8 @@ def main() -> None:
     from rollout_tools.tiny_model import ensure
 
     install()
+    if args.settings.get("vllm_mode") == "server":
+        install_sender()
     problems = reasoning_gym.create_dataset("count_bits", size=4, seed=0, min_n=1, max_n=255)
     sampled: list[list[int]] = []
 

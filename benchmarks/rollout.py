@@ -1,6 +1,6 @@
 """Measures real engines on the same rollouts: plain vLLM, vLLM's own speculation, and this project's.
 
-    python -m benchmarks.rollout --modes none,none-v1-sync,ngram,suffix,das --batch 1,4,8,32,64 --json FILE
+    python -m benchmarks.rollout --modes none,none-v1-sync,ngram,suffix,das,drop-in --batch 1,4,8,32,64 --json FILE
 
 The engines of all modes are started together and take turns, so that changes of the machine's speed affect all alike.
 All produce the same rollouts (:mod:`benchmarks.forced_sampling`). With a trace, these are the rollouts of one
@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
+    DROP_IN,
     END,
     GROUP_SIZE,
     KEYS,
@@ -206,13 +207,20 @@ def _figures_of_batch(
 
 def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np.ndarray], batch: int) -> list[Figure]:
     figures = []
-    if len(by_mode) > 1:
-        fastest = min((mode for mode in by_mode if mode != "das"), key=lambda mode: float(np.median(seconds[mode])))
+    if by_mode.keys() - {"das", DROP_IN}:
+        others = [mode for mode in by_mode if mode not in ("das", DROP_IN)]
+        fastest = min(others, key=lambda mode: float(np.median(seconds[mode])))
         ratios = (seconds[fastest] / seconds["das"]).tolist()
         peer, name = f"{fastest} (fastest)", f"speed of das against the fastest other mode, batch {batch}"
         figures.append(Figure(name, float(np.median(ratios)), "x", peer, ">=", MIN_SPEED))
         if len(ratios) >= MIN_PAIRS_FOR_BOUND:
             figures.append(Figure(f"{name}, lower bound", lower_bound(ratios), "x", peer, ">=", None))
+    if DROP_IN in by_mode:
+        ratios = (seconds["das"] / seconds[DROP_IN]).tolist()
+        name = f"speed of {DROP_IN} against a job's engine, batch {batch}"
+        figures.append(Figure(name, float(np.median(ratios)), "x", "das", ">=", MIN_SPEED))
+        if len(ratios) >= MIN_PAIRS_FOR_BOUND:
+            figures.append(Figure(f"{name}, lower bound", lower_bound(ratios), "x", "das", ">=", None))
     das = by_mode["das"]
     drafting = sum(measurement.drafting_seconds for measurement in das)
     share = drafting / sum(measurement.seconds for measurement in das)

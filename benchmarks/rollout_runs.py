@@ -21,6 +21,7 @@ from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
+from rollout_worker import drafting_args
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
@@ -49,7 +50,9 @@ _VLLM_SETTINGS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": NGRAM_DRAFT, "prompt_lookup_max": 5}},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFT}},
 }
-MODES = (*_VLLM_SETTINGS, "das")
+DROP_IN = "drop-in"
+"""The mode of an engine that is started as a user starts their own, with its history in memory."""
+MODES = (*_VLLM_SETTINGS, "das", DROP_IN)
 _V1_MODES = ("none-v1-sync", "suffix")
 """Modes of vLLM's first model runner, since the second one (V2) does not have them. On CPUs, so is ``ngram``."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -393,6 +396,8 @@ def engine_config(
         governed = mode != UNGOVERNED
         drafting = DraftingConfig("marginal" if governed else "fixed", MAX_DRAFT, 2**31, history, governed=governed)
         overrides["worker_extension_cls"] = _FORCED_DRAFTING_ENGINE
+    if mode == DROP_IN:
+        overrides |= drafting_args() | {"worker_extension_cls": _FORCED_DRAFTING_ENGINE}
     return EngineConfig(
         model=model, spec=spec, cpu=not torch.cuda.is_available(), drafting=drafting, overrides=overrides
     )

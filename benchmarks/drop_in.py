@@ -284,16 +284,14 @@ def figures_of(trainings: dict[tuple[str, int], Training]) -> list[Figure]:
             if name == arm
         ]
         figures.append(Figure(f"mean reward, {arm} - plain", statistics.fmean(differences), "", peer, ">=", None))
-        if len(differences) > 1:
+        if len(set(differences)) > 1:
             p = float(stats.ttest_1samp(differences, 0.0).pvalue)
             figures.append(Figure(f"p-value of equal rewards, {arm}", p, "", peer, ">=", 0.01))
     for fault in FAULTS:
         training = trainings[f"Redis {fault}", 0]
         seconds = sum(map(training.seconds, (KILLED_EPOCH, EPOCHS)))
         ratio = sum(map(plain.seconds, (KILLED_EPOCH, EPOCHS))) / seconds
-        name = (
-            f"generation, plain / with drafts, epochs {KILLED_EPOCH} and {EPOCHS}, Redis {fault} in the first of them"
-        )
+        name = f"generation, plain / with drafts, epochs {KILLED_EPOCH} and {EPOCHS}, Redis {fault} during the first"
         figures.append(Figure(name, ratio, "x", peer, ">=", 1.0))
         same = [call.rollouts for call in training.generations] == [call.rollouts for call in plain.generations]
         figures.append(Figure(f"equal numbers of rollouts in each step, Redis {fault}", float(same), "", peer, ">=", 1))

@@ -69,7 +69,9 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     worker._das_requests = requests
     worker._das_finish = worker.das_follow(requests.settings_of, requests.finish)
     for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
-        _call_after(owner, name, requests.change_weights)
+        _call_after(owner, name, lambda *_, **__: requests.change_weights())
+    # What the weights are then, only the trainer knows, which may write to their memory.
+    _call_after(worker, "sleep", lambda level=1: requests.change_weights() if level > 1 else None)
     reporter = EngineReporter(
         lambda: EngineState(
             requests.version,
@@ -91,7 +93,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     reporter.start()
 
 
-def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:
+def _call_after(owner: Any, name: str, notify: Callable[..., None]) -> None:
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -101,7 +103,7 @@ def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:
         try:
             return original(*args, **kwargs)
         finally:
-            notify()
+            notify(*args, **kwargs)
 
     setattr(owner, name, call)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_worker.drop_in.metrics import serve_reports
-from rollout_worker.drop_in.settings import CONFIG_KEY, DropInSettings, apply, settings_of
+from rollout_worker.drop_in.settings import CONFIG_KEY, DropInSettings, apply, check_runner, settings_of
 from rollout_worker.engine import vllm_plugin
 
 
@@ -38,8 +38,12 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             default = max_num_seqs.get(usage_context, max(max_num_seqs.values()))
             apply(settings, self, default_max_num_seqs=default, is_cpu=current_platform.is_cpu())
             serve_reports()
-            vllm_plugin.replace(InprocClient, "get_output", _report_ends)
-        return original(self, usage_context, *args, **kwargs)
+            for name in ("get_output", "abort_requests"):  # vLLM ends requests at a stop string with the second
+                vllm_plugin.replace(InprocClient, name, _report_ends)
+        config = original(self, usage_context, *args, **kwargs)
+        if settings is not None:
+            check_runner(config, os.environ, is_cpu=current_platform.is_cpu())
+        return config
 
     return create_engine_config
 
@@ -65,8 +69,8 @@ def _report_ends(original: Callable[..., Any]) -> Callable[..., Any]:
     0.32).
     """
 
-    def get_output(self: Any) -> Any:
-        outputs = original(self)
+    def call(self: Any, *args: Any) -> Any:
+        outputs = original(self, *args)
         core = self.engine_core
         if core.vllm_config.additional_config.get(CONFIG_KEY) is not None:
             scheduler = core.scheduler
@@ -74,4 +78,4 @@ def _report_ends(original: Callable[..., Any]) -> Callable[..., Any]:
                 core.collective_rpc("das_finish", args=(list(scheduler.finished_req_ids),))
         return outputs
 
-    return get_output
+    return call

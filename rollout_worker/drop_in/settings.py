@@ -26,6 +26,7 @@ VARIABLE = "DAS_DRAFTING"
 """Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history, or
 ``memory``."""
 _IN_MEMORY = "memory"
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _MAX_PLACES_SHARE = 0.75
 """Share of ``max_num_batched_tokens`` that may be places for drafts, if the user has set it; the others are for
 prompts."""
@@ -169,3 +170,19 @@ def apply(settings: DropInSettings, args: Any, *, default_max_num_seqs: int, is_
         args.max_num_batched_tokens = scheduled_tokens(max_num_seqs, places)
     if not args.enforce_eager and args.cudagraph_capture_sizes is None and args.max_cudagraph_capture_size is None:
         args.cudagraph_capture_sizes = cuda_graph_sizes(max_num_seqs, places) or args.cudagraph_capture_sizes
+
+
+def check_runner(vllm_config: Any, environment: Mapping[str, str], *, is_cpu: bool) -> None:
+    """Check that an engine on a GPU uses vLLM's V2 model runner, or V1 because the user has chosen it.
+
+    Raises:
+        EngineError: if vLLM has chosen V1. With it, drafting may cost more than it saves.
+    """
+    if is_cpu or vllm_config.use_v2_model_runner or _RUNNER_VARIABLE in environment:
+        return
+    missing = ", ".join(vllm_config._get_v2_model_runner_unsupported_features()) or "this machine, which lacks Triton"
+    raise EngineError(
+        f"vLLM's V2 model runner does not support {missing}. With V1, each step would wait for the drafts of the step "
+        f"before. Start the engine without that or without drafts, or set the environment variable "
+        f"{_RUNNER_VARIABLE}=0 to draft with V1"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -26,10 +27,10 @@ class DropInExtension(DraftingExtension):
     _das_requests: Requests | None = None
     _das_finish: Callable[[Iterable[str]], None] | None = None
 
-    def das_begin_step(self, step: int) -> None:
+    def das_begin_step(self, step: int | str) -> None:
         """Count the current weights as those of a training step, the same generation in all engines of a run."""
         if self._das_requests is not None:
-            self._das_requests.begin_step(step)
+            self._das_requests.begin_step(int(step))  # vLLM's endpoint also takes it as a string
 
     def das_finish(self, request_ids: list[str]) -> None:
         """Record requests that have ended before the next step does."""
@@ -62,14 +63,16 @@ def _start(worker: Any, settings: DropInSettings) -> None:
         return
     shared = None
     if (sync := worker._das_sync) is not None:
-        shared = RedisHistory(sync.store, sync, settings.run, _tokenizer_of(worker.vllm_config))
+        shared = RedisHistory(sync.store, sync, settings.run, tokenizer_of(worker.vllm_config))
     in_memory = IndexHistory(worker._das_index, settings.window)
     recorder = RolloutRecorder(in_memory, worker._das_controller.set_generation, shared)
     requests = Requests(recorder, worker._das_loop.take_counts)
     worker._das_requests = requests
     worker._das_finish = worker.das_follow(requests.settings_of, requests.finish)
     for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
-        _call_after(owner, name, requests.change_weights)
+        _call_after(owner, name, lambda *_, **__: requests.change_weights())
+    # What the weights are then, only the trainer knows, which may write to their memory.
+    _call_after(worker, "sleep", lambda level=1: requests.change_weights() if level > 1 else None)
     reporter = EngineReporter(
         lambda: EngineState(
             requests.version,
@@ -91,7 +94,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     reporter.start()
 
 
-def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:
+def _call_after(owner: Any, name: str, notify: Callable[..., None]) -> None:
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -101,7 +104,7 @@ def _call_after(owner: Any, name: str, notify: Callable[[], None]) -> None:
         try:
             return original(*args, **kwargs)
         finally:
-            notify()
+            notify(*args, **kwargs)
 
     setattr(owner, name, call)
 
@@ -117,13 +120,18 @@ def _call_before(owner: Any, name: str, notify: Callable[[], None]) -> None:
     setattr(owner, name, call)
 
 
-def _tokenizer_of(vllm_config: Any) -> str:
-    """Return the fingerprint of the engine's tokenizer; that of its vocabulary's size if it has none."""
+def tokenizer_of(vllm_config: Any) -> str:
+    """Return the fingerprint of a model's tokenizer, even if the engine does not use it.
+
+    It is that of the size of the vocabulary if the model has no tokenizer.
+    """
     from vllm.tokenizers import cached_tokenizer_from_config
 
     from rollout_store.models.model_source import tokenizer_fingerprint
 
-    model = vllm_config.model_config
-    if model.skip_tokenizer_init:
+    model = copy.copy(vllm_config.model_config)
+    model.skip_tokenizer_init = False
+    try:
+        return tokenizer_fingerprint(cached_tokenizer_from_config(model))
+    except (OSError, ValueError):
         return f"{model.get_vocab_size()} tokens"
-    return tokenizer_fingerprint(cached_tokenizer_from_config(model))

@@ -65,7 +65,8 @@ def limit_draft_tokens(vllm_config: Any) -> None:
     if speculative.num_speculative_tokens < wanted:
         logger.warning(
             "The model keeps recurrent states for each place for a draft. Drafts have at most %d tokens instead of %d, "
-            "for which the states of %d responses take %.1f GiB; reduce engine.maxNumSeqs to allow longer drafts.",
+            "for which the states of %d responses take %.1f GiB; reduce engine.maxNumSeqs, vLLM's max_num_seqs, to "
+            "allow longer drafts.",
             speculative.num_speculative_tokens,
             wanted,
             responses,
@@ -96,7 +97,7 @@ def check_layers(vllm_config: Any) -> None:
         ):
             raise EngineError(
                 f"the model's layers of {type(layer).__name__} ({backend.get_name()}) cannot undo rejected drafts, "
-                "which would change what is sampled; set speculation.policy to off"
+                "which would change what is sampled; start the engine without drafts (speculation.policy: off in a job)"
             )
 
 

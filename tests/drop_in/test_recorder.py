@@ -88,6 +88,18 @@ def test_engines_of_a_run_agree_on_generations(redis_url: str) -> None:
     assert [engine.generations for engine in engines] == [[1], [1]]
 
 
+def test_engines_of_a_run_agree_on_the_generations_of_named_steps(redis_url: str) -> None:
+    engines = []
+    for steps in ([7, 8], [8, 9], [9]):
+        engines.append(engine := Engine(redis_url, "tokenizer", "run"))
+        engine.recorder.start()
+        for step in steps:
+            engine.recorder.begin_version(Version(step, is_step=True))
+        engine.recorder.stop(TIMEOUT_S)
+        engine.close()
+    assert [engine.generations[-1] for engine in engines] == [2, 3, 3]
+
+
 def test_a_run_that_names_no_steps_goes_on_after_a_restart(redis_url: str) -> None:
     first = Engine(redis_url, "tokenizer", "run")
     record_all(first.recorder, [rollout(number, version=number) for number in range(1, 20)])

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_store.job.engines import EngineError
 from rollout_worker import drafting_args
-from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE, DropInSettings, apply, settings_of
+from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE, DropInSettings, apply, check_runner, settings_of
 from rollout_worker.engine.config import cuda_graph_sizes
 
 URL = "redis://user:secret@redis.rl:6379/math?socket_timeout=3"
@@ -118,3 +118,18 @@ def test_what_the_user_has_chosen_stays() -> None:
     assert (args.cudagraph_capture_sizes, args.max_num_batched_tokens) == ([1, 2], 10_000)
     assert applied(max_num_seqs=256, enforce_eager=True).cudagraph_capture_sizes is None
     assert applied(max_num_seqs=256, is_cpu=True).max_num_batched_tokens is None
+
+
+def configured(*, uses_v2: bool) -> SimpleNamespace:
+    """Return what is read of vLLM's configuration."""
+    return SimpleNamespace(
+        use_v2_model_runner=uses_v2, _get_v2_model_runner_unsupported_features=lambda: ["pooling", "KV sharing"]
+    )
+
+
+def test_v1_is_refused_on_gpus_unless_the_user_has_chosen_it() -> None:
+    with pytest.raises(EngineError, match=r"pooling, KV sharing.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_runner(configured(uses_v2=False), {}, is_cpu=False)
+    check_runner(configured(uses_v2=False), {"VLLM_USE_V2_MODEL_RUNNER": "0"}, is_cpu=False)
+    check_runner(configured(uses_v2=False), {}, is_cpu=True)
+    check_runner(configured(uses_v2=True), {}, is_cpu=False)

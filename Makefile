@@ -28,7 +28,7 @@ test-slow: env  ## Run the tests that make test leaves out, except for those of 
 	$(MAKE) test-next
 
 test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
-	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine
+	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine tests/drop_in
 
 test-next: VLLM := 0.33.0
 test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py \

@@ -177,7 +177,7 @@ class SyncCounters:
 class HistorySync:
     """A thread that keeps an index up to date with the logs of the announced problems.
 
-    Only this thread writes the index, and it keeps its own cursors.
+    Only this thread writes the index, and it keeps its own cursors. It sends nothing before the first announcement.
     """
 
     def __init__(
@@ -270,6 +270,8 @@ class HistorySync:
 
     def _run(self) -> None:
         pause = POLL_INTERVAL_S
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._num_announced)
         while not self._stopping:
             with self._wake:
                 num_announced, problems = self._num_announced, self._announced

@@ -29,6 +29,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = settings_of(self.speculative_config, os.environ)
         if settings is not None:
             from vllm.platforms import current_platform
+            from vllm.v1.engine.core_client import InprocClient
 
             from rollout_worker.engine.vllm_version import check_vllm
 
@@ -37,6 +38,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             default = max_num_seqs.get(usage_context, max(max_num_seqs.values()))
             apply(settings, self, default_max_num_seqs=default, is_cpu=current_platform.is_cpu())
             serve_reports()
+            vllm_plugin.replace(InprocClient, "get_output", _report_ends)
         return original(self, usage_context, *args, **kwargs)
 
     return create_engine_config
@@ -54,3 +56,22 @@ def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
             attach(self.worker, DropInSettings.model_validate(settings))
 
     return initialize_from_config
+
+
+def _report_ends(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell the workers at once which requests have ended when an engine without a process of its own becomes idle.
+
+    vLLM tells them with the next step. The engine's own process makes one for that alone; its caller does not (seen in
+    0.32).
+    """
+
+    def get_output(self: Any) -> Any:
+        outputs = original(self)
+        core = self.engine_core
+        if core.vllm_config.additional_config.get(CONFIG_KEY) is not None:
+            scheduler = core.scheduler
+            if scheduler.finished_req_ids and not scheduler.has_unfinished_requests():
+                core.collective_rpc("das_finish", args=(list(scheduler.finished_req_ids),))
+        return outputs
+
+    return get_output

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import redis
 from rollout_api.redis_client.retry import is_transient
 from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.history.records import HistoryRecord, TokenArray
+from rollout_store.history.store import AppendResult
 from rollout_store.history.window import oldest_kept
 
 if TYPE_CHECKING:
@@ -34,13 +36,22 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _WARNING_INTERVAL_S = 60.0
 
 
+class Version(NamedTuple):
+    """A version of an engine's weights."""
+
+    number: int
+    """The training step that the trainer has named, or how many versions this engine has had so far."""
+    is_step: bool = False
+    """Whether the trainer has named it, or one before it."""
+
+
 class FinishedRollout(NamedTuple):
     """A rollout that has ended."""
 
     rollout_id: str
     problem: str
-    version: int
-    """Number of weight updates before it began, or the training step that the trainer has named."""
+    version: Version
+    """The version of the weights when it began."""
     tokens: TokenArray
     finish_reason: str
     draft_sources: bytes
@@ -49,16 +60,16 @@ class FinishedRollout(NamedTuple):
 class History(Protocol):
     """Where rollouts are kept. Its methods are called by one thread, and may take long."""
 
-    def generation_of(self, version: int) -> int:
-        """Return the generation of a weight version, which is a new one if the version is."""
+    def generation_of(self, version: Version) -> int:
+        """Return the generation of a version, which is a new one if the version is."""
         ...
 
     def use(self, problems: Sequence[str]) -> None:
         """Draft from the rollouts of these problems, which begin now."""
         ...
 
-    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
-        """Add rollouts with their generations."""
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> int:
+        """Add rollouts with their generations, and return how many were refused."""
         ...
 
 
@@ -69,16 +80,16 @@ class IndexHistory:
         self._index, self._window = index, window
         self._generations: dict[str, set[int]] = {}
 
-    def generation_of(self, version: int) -> int:
-        """Return the version."""
-        return version
+    def generation_of(self, version: Version) -> int:
+        """Return the number of the version."""
+        return version.number
 
     def use(self, problems: Sequence[str]) -> None:
         """Count the use of problems, so that others are evicted first."""
         for problem in problems:
             self._index.add(problem, [])
 
-    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> int:
         """Add rollouts to the index, and drop those that have left their problem's window."""
         for generation, rollout in rollouts:
             generations = self._generations.setdefault(rollout.problem, set())
@@ -90,26 +101,41 @@ class IndexHistory:
             self._index.add(rollout.problem, [(rollout.rollout_id, generation, rollout.tokens)])
         for problem in self._index.take_evicted():
             self._generations.pop(problem, None)
+        return 0
 
 
 class RedisHistory:
-    """Keeps rollouts in Redis, and lets a :class:`HistorySync` read those of all engines."""
+    """Keeps rollouts in Redis, and lets a :class:`HistorySync` read those of all engines.
+
+    An engine whose trainer names no steps counts from the newest version of its run. Otherwise, the rollouts of a run
+    that was restarted would be older than those before.
+    """
 
     def __init__(self, store: HistoryStore, sync: HistorySync, run: str, tokenizer: str) -> None:
         self._store, self._sync, self._run, self._tokenizer = store, sync, run, tokenizer
-        self._is_open = False
+        self._first_version: int | None = None
+        """The newest version of the run when the history was opened; None before."""
         self._problems: OrderedDict[str, None] = OrderedDict()
 
-    def generation_of(self, version: int) -> int:
-        """Publish the version."""
-        if not self._is_open:
-            self._store.metadata.open(self._tokenizer)
-            self._is_open = True
-        return self._store.metadata.publish(self._run, version)
+    def generation_of(self, version: Version) -> int:
+        """Publish the version. A server that has lost its data needs that again."""
+        if self._first_version is None:
+            metadata = self._store.metadata
+            metadata.open(self._tokenizer)
+            names = [name.rpartition(":") for name in metadata.published_versions()]
+            self._first_version = max((int(number) for run, _, number in names if run == self._run), default=1)
+        return self._store.metadata.publish(self._run, self._number_of(version))
+
+    def close(self) -> None:
+        """Neither read nor write any more."""
+        self._sync.stop()
+
+    def _number_of(self, version: Version) -> int:
+        return version.number if version.is_step else version.number - 1 + (self._first_version or 1)
 
     def use(self, problems: Sequence[str]) -> None:
         """Let the index follow the problems."""
-        if not self._is_open:
+        if self._first_version is None:
             return
         for problem in problems:
             self._problems[problem] = None
@@ -118,7 +144,7 @@ class RedisHistory:
             self._problems.popitem(last=False)
         self._sync.announce(self._problems, problems)
 
-    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> None:
+    def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> int:
         """Append rollouts to the history."""
         records = [
             (
@@ -126,7 +152,7 @@ class RedisHistory:
                 HistoryRecord(
                     rollout_id=rollout.rollout_id,
                     run=self._run,
-                    weight_version=rollout.version,
+                    weight_version=self._number_of(rollout.version),
                     generation=generation,
                     tokens=rollout.tokens,
                     finish_reason=rollout.finish_reason,
@@ -135,9 +161,12 @@ class RedisHistory:
             )
             for generation, rollout in rollouts
         ]
+        refused = 0
         for (problem, _), result in zip(records, self._store.append_all(records), strict=True):
-            if isinstance(result, redis.ResponseError):
+            if isinstance(result, redis.ResponseError) or result is AppendResult.TOO_OLD:
                 logger.warning("A rollout of problem %s cannot be recorded: %s", problem, result)
+                refused += 1
+        return refused
 
 
 @dataclass
@@ -154,13 +183,20 @@ class RecorderCounters:
 class RolloutRecorder:
     """A thread that records rollouts and tells the history which problems are sampled."""
 
-    def __init__(self, history: History, set_generation: Callable[[int], None]) -> None:
-        """Prepare the thread. It calls *set_generation* with the generation of a new weight version."""
+    def __init__(
+        self, in_memory: IndexHistory, set_generation: Callable[[int], None], shared: RedisHistory | None = None
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            in_memory: where rollouts are recorded if there is no shared history, or only one of another tokenizer.
+            set_generation: called with each new generation.
+            shared: where rollouts are recorded otherwise.
+        """
         self.counters = RecorderCounters()
-        self._history, self._set_generation = history, set_generation
-        self._queue: queue.Queue[FinishedRollout | str | int | None] = queue.Queue(_MAX_QUEUED)
-        self._generations: dict[int, int] = {}
-        """Weight version → generation; those that were published."""
+        self._in_memory, self._set_generation, self._shared = in_memory, set_generation, shared
+        self._queue: queue.Queue[FinishedRollout | str | Version | None] = queue.Queue(_MAX_QUEUED)
+        self._generation = 0
         self._next_warning = 0.0
         self._thread = threading.Thread(target=self._run, name="rollout-recorder", daemon=True)
 
@@ -170,10 +206,12 @@ class RolloutRecorder:
 
     def stop(self, timeout: float) -> None:
         """Record what is queued, and end the thread; give up after *timeout* seconds."""
-        self._put(None)
-        self._thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=timeout)
+        self._thread.join(deadline - time.monotonic())
 
-    def begin_version(self, version: int) -> None:
+    def begin_version(self, version: Version) -> None:
         """Record that the weights have another version now."""
         self._put(version)
 
@@ -186,7 +224,7 @@ class RolloutRecorder:
         if not self._put(rollout):
             self.counters.lost += 1
 
-    def _put(self, item: FinishedRollout | str | int | None) -> bool:
+    def _put(self, item: FinishedRollout | str | Version) -> bool:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
@@ -202,19 +240,35 @@ class RolloutRecorder:
             if None in items:
                 return
 
-    def _handle(self, items: Sequence[FinishedRollout | str | int]) -> None:
+    def _handle(self, items: Sequence[FinishedRollout | str | Version]) -> None:
         pause = _FIRST_PAUSE_S
         rollouts = [item for item in items if isinstance(item, FinishedRollout)]
+        versions = {item for item in items if isinstance(item, Version)} | {rollout.version for rollout in rollouts}
+        problems = list(dict.fromkeys(item for item in items if isinstance(item, str)))
         while True:
+            history: History = self._shared or self._in_memory
             try:
-                for version in [item for item in items if isinstance(item, int)]:
-                    self._set_generation(self._generation_of(version))
-                if problems := [item for item in items if isinstance(item, str)]:
-                    self._history.use(list(dict.fromkeys(problems)))
+                generations = {version: history.generation_of(version) for version in sorted(versions)}
+                if (newest := max(generations.values(), default=0)) > self._generation:
+                    self._set_generation(newest)
+                    self._generation = newest
+                if problems:
+                    history.use(problems)
+                refused = 0
                 if rollouts:
-                    self._history.add([(self._generation_of(rollout.version), rollout) for rollout in rollouts])
-                self.counters.recorded += len(rollouts)
+                    refused = history.add([(generations[rollout.version], rollout) for rollout in rollouts])
+                self.counters.recorded += len(rollouts) - refused
+                self.counters.lost += refused
                 return
+            except HistoryMismatchError as error:
+                logger.warning(
+                    "%s, or here in the history's URL. This engine keeps its rollouts in its own memory instead.", error
+                )
+                self.counters.last_failure = str(error)
+                if self._shared is not None:
+                    self._shared.close()
+                    self._shared = None
+                continue
             except Exception as error:  # decoding goes on without the history, so the thread must survive
                 self.counters.last_failure = f"{type(error).__name__}: {error}"
                 self._warn(error)
@@ -224,19 +278,13 @@ class RolloutRecorder:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
 
-    def _generation_of(self, version: int) -> int:
-        if version not in self._generations:
-            self._generations[version] = self._history.generation_of(version)
-        return self._generations[version]
-
     def _warn(self, error: Exception) -> None:
         if time.monotonic() < self._next_warning:
             return
         self._next_warning = time.monotonic() + _WARNING_INTERVAL_S
-        expected = isinstance(error, (redis.RedisError, HistoryMismatchError))
         logger.warning(
             "Rollouts cannot be recorded in the history (%s: %s); the engine goes on without.",
             type(error).__name__,
             error,
-            exc_info=not expected,
+            exc_info=not isinstance(error, redis.RedisError),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from rollout_api.protocol.messages import problem_id_of
 from rollout_store.history.records import TokenArray
 from rollout_worker.drafting.index import DraftCounts
-from rollout_worker.drop_in.recorder import FinishedRollout, RolloutRecorder
+from rollout_worker.drop_in.recorder import FinishedRollout, RolloutRecorder, Version
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids
 
@@ -23,7 +24,7 @@ _EVALUATION = "eval"
 
 class _Request(NamedTuple):
     problem: str
-    version: int
+    version: Version
     prompt_tokens: int
     end_tokens: frozenset[int]
     min_tokens: int
@@ -40,20 +41,23 @@ class Requests:
     def __init__(self, recorder: RolloutRecorder, take_counts: Callable[[list[str]], dict[str, DraftCounts]]) -> None:
         self._recorder, self._take_counts = recorder, take_counts
         self._requests: dict[str, _Request] = {}
-        self._version = 0
+        self._version = Version(0)
         self._has_new_weights = True
 
     @property
     def version(self) -> int:
         """The version of the weights that sample the last requests."""
-        return self._version
+        return self._version.number
 
     def change_weights(self) -> None:
         """Begin a new version with the next request. A trainer loads the tensors of one version in many calls."""
         self._has_new_weights = True
 
-    def begin_version(self, version: int) -> None:
-        """Begin a version that the trainer has named, such as its training step."""
+    def begin_step(self, step: int) -> None:
+        """Begin the version of a training step that the trainer names."""
+        self._begin_version(Version(step, is_step=True))
+
+    def _begin_version(self, version: Version) -> None:
         self._version, self._has_new_weights = version, False
         self._recorder.begin_version(version)
 
@@ -63,7 +67,7 @@ class Requests:
         if params is None or not prompt:
             return None
         if self._has_new_weights:
-            self.begin_version(self._version + 1)
+            self._begin_version(self._version._replace(number=self._version.number + 1))
         extra = params.extra_args or {}
         problem = str(extra.get(PROBLEM) or _problem_of(prompt, request.mm_features))
         limit = sys.maxsize if params.max_tokens is None else params.max_tokens
@@ -91,19 +95,11 @@ class Requests:
             sources = b""
             if counts is not None and counts.drafted:
                 sources = counts.token_sources[: len(response)].ljust(len(response), b"\0")
+            # Ids of requests may occur again, in other engines or after a restart.
+            rollout_id = f"{request_id}/{uuid.uuid4().hex}"
             self._recorder.record(
-                FinishedRollout(request_id, request.problem, request.version, response, reason, sources)
+                FinishedRollout(rollout_id, request.problem, request.version, response, reason, sources)
             )
-
-    def finish_all(self, text_of: Callable[[str], Sequence[int] | TokenArray | None]) -> None:
-        """Record all requests when the engine ends, which has not told those that ended in its last step.
-
-        Args:
-            text_of: returns the tokens of a request, as :meth:`finish` expects them.
-        """
-        for request_id in list(self._requests):
-            if (tokens := text_of(request_id)) is not None:
-                self.finish(request_id, tokens)
 
 
 def _problem_of(prompt: Sequence[int], features: Sequence[Any]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from rollout_worker.drop_in.recorder import History, IndexHistory, RedisHistory, RolloutRecorder
+from rollout_worker.drop_in.recorder import IndexHistory, RedisHistory, RolloutRecorder
 from rollout_worker.drop_in.reporter import EngineReporter, EngineState
 from rollout_worker.drop_in.requests import Requests
 from rollout_worker.drop_in.settings import DropInSettings
@@ -24,12 +24,17 @@ class DropInExtension(DraftingExtension):
     """What a worker can be asked for by ``collective_rpc``, beside what vLLM has."""
 
     _das_requests: Requests | None = None
-    _das_recorder: RolloutRecorder | None = None
+    _das_finish: Callable[[Iterable[str]], None] | None = None
 
     def das_begin_step(self, step: int) -> None:
         """Count the current weights as those of a training step, the same generation in all engines of a run."""
         if self._das_requests is not None:
-            self._das_requests.begin_version(step)
+            self._das_requests.begin_step(step)
+
+    def das_finish(self, request_ids: list[str]) -> None:
+        """Record requests that have ended before the next step does."""
+        if self._das_loop is not None and (finish := self._das_finish) is not None:
+            self._das_loop.guard(lambda: finish(request_ids))
 
 
 def attach(worker: Any, settings: DropInSettings) -> None:
@@ -55,16 +60,14 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     engines = worker.vllm_config.parallel_config.data_parallel_size_local
     if not worker.das_start_drafting(asdict(settings.drafting(max(1, engines)))):
         return
-    history: History
-    if worker._das_sync is None:
-        history = IndexHistory(worker._das_index, settings.window)
-    else:
-        tokenizer = _tokenizer_of(worker.vllm_config)
-        history = RedisHistory(worker._das_sync.store, worker._das_sync, settings.run, tokenizer)
-    recorder = RolloutRecorder(history, worker._das_controller.set_generation)
+    shared = None
+    if (sync := worker._das_sync) is not None:
+        shared = RedisHistory(sync.store, sync, settings.run, _tokenizer_of(worker.vllm_config))
+    in_memory = IndexHistory(worker._das_index, settings.window)
+    recorder = RolloutRecorder(in_memory, worker._das_controller.set_generation, shared)
     requests = Requests(recorder, worker._das_loop.take_counts)
-    worker._das_recorder, worker._das_requests = recorder, requests
-    worker.das_follow(requests.settings_of, requests.finish)
+    worker._das_requests = requests
+    worker._das_finish = worker.das_follow(requests.settings_of, requests.finish)
     for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
         _call_after(owner, name, requests.change_weights)
     reporter = EngineReporter(
@@ -80,7 +83,6 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     )
 
     def stop() -> None:
-        requests.finish_all(worker.das_text_of)
         recorder.stop(_STOP_TIMEOUT_S)
         reporter.stop(_STOP_TIMEOUT_S)
 

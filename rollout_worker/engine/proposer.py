@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout_worker.engine.draft_settings import DraftSettings, settings_of_request
+from rollout_worker.engine.draft_settings import settings_of_request
 from rollout_worker.engine.sampling_params import end_token_ids
 from rollout_worker.engine.vllm_patches import patch_draft_sampling
 
@@ -31,8 +31,6 @@ class HistoryProposer:
         self._runner: Any = None
         self._loop: DraftingLoop | None = None
         self._arrays: EngineArrays | None = None
-        self.settings_of: Callable[[Any], DraftSettings | None] = settings_of_request
-        """Returns the drafting settings of a request of vLLM that begins."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Patch vLLM's sampling. vLLM calls this in the worker process after its kernels were loaded."""
@@ -85,6 +83,6 @@ class HistoryProposer:
     def _add(self, loop: DraftingLoop, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             request = self._runner.requests[request_id]
-            settings = self.settings_of(request)
+            settings = settings_of_request(request)
             if settings is not None:
                 loop.add(request_id, settings, request.prompt_token_ids, end_token_ids(request.sampling_params))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +60,7 @@ def vllm_sampling_params(
     return SamplingParams(
         n=1,
         temperature=sampling.temperature,
-        top_p=top_p_for_drafts(sampling.top_p, sampling.top_k) if draft_settings else sampling.top_p,
+        top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens - prefix_tokens,
@@ -104,32 +103,6 @@ def end_token_ids(params: Any) -> list[int]:
     """
     ends = list(params.stop_token_ids or ())
     return ends if params.eos_token_id is None else [*ends, params.eos_token_id]
-
-
-@cache
-def top_k_alone_fails() -> bool:
-    """Return whether vLLM's sampler fails in a step without drafts when ``top_k`` is used without ``top_p``.
-
-    With speculation, vLLM 0.32 runs the sampler of draft positions in every step, on zero rows if nothing was drafted.
-    The code path for ``top_k`` alone then takes the maximum of an empty tensor, and the engine dies.
-    """
-    import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    try:
-        apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
-    except (RuntimeError, IndexError):
-        return True
-    return False
-
-
-def top_p_for_drafts(top_p: float, top_k: int) -> float:
-    """Return the ``top_p`` to use with speculation, with the same output distribution as the requested one.
-
-    If :func:`top_k_alone_fails`, ``top_p`` 1 becomes the next smaller double. vLLM then uses the code path for both
-    settings. As a float32, the value is 1 again, and removes only tokens with probability 0.
-    """
-    return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
 
 
 def _with_ties(top_k: int) -> int:

@@ -19,7 +19,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -381,15 +381,11 @@ class DraftScheduling:
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
         finished = scheduler_output.finished_req_ids
-        texts = {} if self.on_finished is None else {request_id: self.text_of(request_id) for request_id in finished}
+        self.finish(finished)
         preempted = scheduler_output.preempted_req_ids or set()
         for request_id in preempted:
             loop.count_steps(request_id, self._sampled_steps(request_id))
         self._forget_places(finished | preempted)
-        loop.remove(finished)
-        for request_id, text in texts.items():
-            if text is not None and self.on_finished is not None:
-                self.on_finished(request_id, text)
         for request in scheduler_output.scheduled_new_reqs:
             # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
             if loop.knows(request.req_id):
@@ -400,13 +396,24 @@ class DraftScheduling:
                 prompt = request.prefill_token_ids[: request.prompt_len]
                 loop.add(request.req_id, settings, prompt, end_token_ids(request.sampling_params))
 
-    def text_of(self, request_id: str) -> NDArray[np.int32] | None:
-        """Return a copy of the tokens of a request that has ended: its prompt and what was sampled for it so far."""
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Stop drafting for requests that have ended; further calls have no effect."""
+        if self._loop is not None:
+            self._loop.remove(request_ids)
+        if self.on_finished is not None:
+            for request_id in request_ids:
+                self.on_finished(request_id, self._text(request_id))
+
+    def _text(self, request_id: str) -> NDArray[np.int32]:
+        """Return a copy of the tokens of a request that has ended: its prompt and what was sampled for it so far.
+
+        It is empty if the engine has forgotten the request.
+        """
         row = self._runner.req_states.req_id_to_index.get(request_id)
         steps = [step for step in (*self._taken, *self._runner.speculator.sampled) if request_id in step.request_ids]
         ended = [step for step in steps if step.has_ended]
         if row is None or not ended:
-            return None
+            return np.zeros(0, np.int32)
         return np.array(self.arrays.token_ids[row, : ended[-1].total_len.numpy()[row]])
 
     def _take_next(self) -> SampledStep:

@@ -9,13 +9,14 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engine.draft_settings import DraftingConfig
+from rollout_worker.engine.sampling_params import end_token_ids
 from rollout_worker.engine.vllm_patches import (
     enable_amx,
     packing_experts,
@@ -273,36 +274,43 @@ class DraftingExtension(EngineExtension):
 
     def das_follow(
         self, settings_of: Callable[[Any], DraftSettings | None], on_finished: Callable[[str, Any], None]
-    ) -> None:
+    ) -> Callable[[Iterable[str]], None]:
         """Draft for requests that have no settings of a job.
 
         Args:
             settings_of: returns the settings of a request of vLLM that begins.
             on_finished: called with the id and the tokens of a request that has ended.
+
+        Returns:
+            A function that tells the drafter that requests have ended. It learns that with the next step, at the
+            latest; further calls have no effect.
         """
-        if self._das_scheduling is not None:
-            self._das_scheduling.settings_of, self._das_scheduling.on_finished = settings_of, on_finished
-            return
-        runner, loop = self.model_runner, self._das_loop
-        runner.drafter.settings_of = settings_of
+        runner, loop, scheduling = self.model_runner, self._das_loop, self._das_scheduling
+        if scheduling is not None:
+            scheduling.settings_of, scheduling.on_finished = settings_of, on_finished
+            return scheduling.finish
+        if loop is None:
+            return lambda _: None
         update_states = runner._update_states
 
-        def finish_and_update_states(scheduler_output: Any) -> Any:
-            for request_id in scheduler_output.finished_req_ids:
-                text = self.das_text_of(request_id)
-                if text is not None and loop is not None:
-                    loop.remove([request_id])
-                    on_finished(request_id, text)
+        def finish(request_ids: Iterable[str]) -> None:
+            for request in filter(None, map(runner.requests.get, request_ids)):
+                loop.remove([request.req_id])
+                on_finished(request.req_id, [*(request.prompt_token_ids or ()), *request.output_token_ids])
+
+        def add(requests: Iterable[Any]) -> None:
+            for request in requests:
+                settings = None if loop.knows(request.req_id) else settings_of(request)
+                if settings is not None:
+                    loop.add(request.req_id, settings, request.prompt_token_ids, end_token_ids(request.sampling_params))
+
+        def follow(scheduler_output: Any) -> Any:
+            loop.guard(lambda: finish(scheduler_output.finished_req_ids))
+            loop.guard(lambda: add(scheduler_output.scheduled_new_reqs))
             return update_states(scheduler_output)
 
-        runner._update_states = finish_and_update_states
-
-    def das_text_of(self, request_id: str) -> Any:
-        """Return the tokens of a request, its prompt and what was sampled for it so far; None if it is unknown."""
-        if self._das_scheduling is not None:
-            return self._das_scheduling.text_of(request_id)
-        request = self.model_runner.requests.get(request_id)
-        return None if request is None else [*request.prompt_token_ids, *request.output_token_ids]
+        runner._update_states = follow
+        return finish
 
     def _das_card(self) -> str:
         import torch

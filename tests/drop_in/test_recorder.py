@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
+from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.history.sync import HistorySync
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.drop_in.recorder import FinishedRollout, IndexHistory, RedisHistory, RolloutRecorder
+from rollout_worker.drop_in.recorder import FinishedRollout, IndexHistory, RedisHistory, RolloutRecorder, Version
+from tests.support.redis_servers import Server
+from tests.support.tcp_proxy import Proxy
+from tests.support.waiting import wait_for
 
 KEYS = HistoryKeys("default", "drop-in")
 TIMEOUT_S = 60
@@ -21,13 +27,13 @@ TIMEOUT_S = 60
 def rollout(number: int, problem: str = "p", version: int = 1) -> FinishedRollout:
     """Return a finished rollout."""
     tokens = np.arange(number, number + 8, dtype=np.uint32)
-    return FinishedRollout(f"rollout {number}", problem, version, tokens, "stop", b"")
+    return FinishedRollout(f"rollout {number}", problem, Version(version), tokens, "stop", b"")
 
 
 def record_all(recorder: RolloutRecorder, rollouts: list[FinishedRollout]) -> None:
     """Record rollouts, and wait until they are."""
     recorder.start()
-    recorder.begin_version(1)
+    recorder.begin_version(Version(1))
     recorder.use("p")
     for each in rollouts:
         recorder.record(each)
@@ -42,7 +48,7 @@ def test_rollouts_are_kept_in_the_index_within_their_window() -> None:
         [rollout(10 * version, version=version) for version in (1, 2, 3)],
     )
     index.wait_idle()
-    assert generations == [1]
+    assert generations[-1] == 3
     assert sorted(index.rollouts("p")) == ["rollout 20", "rollout 30"]
 
 
@@ -54,7 +60,8 @@ class Engine:
         store = HistoryStore(connect_history(url), KEYS, window=16)
         self.sync = HistorySync(store, self.index)
         self.generations: list[int] = []
-        self.recorder = RolloutRecorder(RedisHistory(store, self.sync, run, tokenizer), self.generations.append)
+        shared = RedisHistory(store, self.sync, run, tokenizer)
+        self.recorder = RolloutRecorder(IndexHistory(self.index, 16), self.generations.append, shared)
         self.sync.start()
 
     def close(self) -> None:
@@ -81,32 +88,157 @@ def test_engines_of_a_run_agree_on_generations(redis_url: str) -> None:
     assert [engine.generations for engine in engines] == [[1], [1]]
 
 
-def test_nothing_is_drafted_from_a_history_of_another_tokenizer(
+def test_a_run_that_names_no_steps_goes_on_after_a_restart(redis_url: str) -> None:
+    first = Engine(redis_url, "tokenizer", "run")
+    record_all(first.recorder, [rollout(number, version=number) for number in range(1, 20)])
+    second = Engine(redis_url, "tokenizer", "run")
+    record_all(second.recorder, [rollout(100, version=1), rollout(101, version=2)])
+    assert second.recorder.counters.lost == 0
+    assert [generations_of(redis_url)[f"rollout {number}"] for number in (19, 100, 101)] == [19, 19, 20]
+
+
+def generations_of(url: str, problem: str = "p") -> dict[str, int]:
+    """Return the generation of each rollout in the history, by its id."""
+    return {record.rollout_id: record.generation for record in records_of(url, problem)}
+
+
+def records_of(url: str, problem: str = "p") -> list[HistoryRecord]:
+    """Return the rollouts in the history."""
+    store = HistoryStore.for_all_generations(connect_history(url), KEYS)
+    return [record for log_slice in store.read_all(problem) for record in log_slice.records]
+
+
+def test_an_engine_of_another_tokenizer_keeps_its_rollouts_in_its_memory(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = Engine(redis_url, "tokenizer", "a"), Engine(redis_url, "another", "b")
+    first = Engine(redis_url, "tokenizer", "a")
     record_all(first.recorder, [rollout(1)])
-    record_all(second.recorder, [rollout(2)])
-    assert "another tokenizer" in caplog.text
-    assert second.recorder.counters.lost == 1
-    assert second.sync.counters.rollouts == 0
+    first.close()
+    first.sync.store.save_drafter_state(b"what engines of the other tokenizer have learned")
+    (stored,) = records_of(redis_url)
+    keys = set(connect_history(redis_url).keys())
+    second = Engine(redis_url, "another", "b")
+    record_all(second.recorder, [rollout(2), rollout(3)])
+    second.index.wait_idle()
+    assert caplog.text.count("another tokenizer") == 1
+    assert "drafter state" not in caplog.text
+    assert (second.recorder.counters.recorded, second.recorder.counters.lost) == (2, 0)
+    assert sorted(second.index.rollouts("p")) == ["rollout 2", "rollout 3"]
+    second.close()
+    assert [record.rollout_id for record in records_of(redis_url)] == [stored.rollout_id]
+    assert set(connect_history(redis_url).keys()) == keys
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server without a disk, which is empty after a restart."""
+    with Server(tmp_path / "redis") as server:
+        yield server
+
+
+def recorded(engine: Engine) -> int:
+    """Return how many rollouts of an engine were recorded."""
+    return engine.recorder.counters.recorded
+
+
+def test_rollouts_are_recorded_when_a_server_is_back(server: Server) -> None:
+    engine = Engine(server.url, "tokenizer", "run")
+    engine.recorder.start()
+    engine.recorder.begin_version(Version(1))
+    engine.recorder.record(rollout(1))
+    wait_for(lambda: recorded(engine) == 1, TIMEOUT_S)
+    server.kill()
+    engine.recorder.use("p")
+    engine.recorder.record(rollout(2))
+    wait_for(lambda: engine.recorder.counters.last_failure, TIMEOUT_S)
+    server.start()
+    wait_for(lambda: recorded(engine) == 2, TIMEOUT_S)
+    assert engine.recorder.counters.lost == 0
+    engine.recorder.stop(TIMEOUT_S)
+    engine.close()
+
+
+def test_an_empty_server_gets_the_history_anew(server: Server) -> None:
+    """The engines of a run agree on generations there, too, and read what is recorded from then on."""
+    first, second = (Engine(server.url, "tokenizer", "run") for _ in range(2))
     for engine in (first, second):
+        engine.recorder.start()
+        for version in (1, 2):
+            engine.recorder.begin_version(Version(version))
+        engine.recorder.use("p")
+    first.recorder.record(rollout(1, version=2))
+    wait_for(lambda: second.sync.counters.rollouts == 1, TIMEOUT_S)
+    server.restart()
+    first.recorder.record(rollout(2, version=2))
+    wait_for(lambda: recorded(first) == 2, TIMEOUT_S)
+    second.recorder.record(rollout(3, version=2))
+    for engine in (first, second):
+        wait_for(lambda engine=engine: len(engine.index.rollouts("p")) == 3, TIMEOUT_S)
+        engine.recorder.stop(TIMEOUT_S)
         engine.close()
+    generations = generations_of(server.url)
+    assert generations["rollout 2"] == generations["rollout 3"] > 2
+    info = HistoryStore.for_all_generations(connect_history(server.url), KEYS).metadata.info()
+    assert info is not None
+    assert (info.tokenizer, info.generation) == ("tokenizer", generations["rollout 3"])
 
 
-def test_rollouts_are_lost_rather_than_waited_for() -> None:
-    """The thread is stopped in the middle of a write, as by a server that does not answer."""
-    release = threading.Event()
+def test_a_full_server_loses_rollouts_until_it_has_space(server: Server) -> None:
+    engine = Engine(server.url, "tokenizer", "run")
+    engine.recorder.start()
+    engine.recorder.record(rollout(1))
+    wait_for(lambda: recorded(engine) == 1, TIMEOUT_S)
+    server.client().config_set("maxmemory", 1)
+    engine.recorder.record(rollout(2))
+    wait_for(lambda: engine.recorder.counters.lost == 1, TIMEOUT_S)
+    server.client().config_set("maxmemory", 0)
+    engine.recorder.record(rollout(3))
+    wait_for(lambda: recorded(engine) == 2, TIMEOUT_S)
+    engine.recorder.stop(TIMEOUT_S)
+    engine.close()
+    assert set(generations_of(server.url)) == {"rollout 1", "rollout 3"}
+
+
+def test_a_slow_server_loses_nothing(server: Server) -> None:
+    proxy = Proxy(server.port)
+    proxy.delay(0.25)  # in each direction
+    engine = Engine(f"redis://127.0.0.1:{proxy.port}", "tokenizer", "run")
+    record_all(engine.recorder, [rollout(number) for number in range(20)])
+    assert (recorded(engine), engine.recorder.counters.lost) == (20, 0)
+    engine.close()
+    proxy.close()
+
+
+def test_a_rollout_that_its_problem_refuses_is_lost(redis_url: str) -> None:
+    connect_history(redis_url).set(KEYS.log("p"), "not a stream")
+    engine = Engine(redis_url, "tokenizer", "run")
+    record_all(engine.recorder, [rollout(1), rollout(2, problem="q")])
+    engine.close()
+    assert (recorded(engine), engine.recorder.counters.lost) == (1, 1)
+
+
+def stuck_recorder() -> tuple[RolloutRecorder, threading.Event]:
+    """Return a recorder that is in the middle of a write, as to a server that does not answer, until the event."""
+    release, is_stuck = threading.Event(), threading.Event()
 
     class StuckHistory(IndexHistory):
         def use(self, problems: object) -> None:
+            is_stuck.set()
             release.wait()
 
     recorder = RolloutRecorder(StuckHistory(SuffixIndex(), window=2), lambda _: None)
     recorder.start()
     recorder.use("p")
+    assert is_stuck.wait(TIMEOUT_S)
+    return recorder, release
+
+
+def test_rollouts_are_lost_rather_than_waited_for() -> None:
+    recorder, release = stuck_recorder()
     for number in range(5000):
         recorder.record(rollout(number))
-    assert 5000 - 4096 - 256 <= recorder.counters.lost < 5000
+    assert recorder.counters.lost == 5000 - 4096
     release.set()
     recorder.stop(TIMEOUT_S)
+    assert recorder.counters.recorded == 4096
+    assert "rollout-recorder" not in {thread.name for thread in threading.enumerate()}

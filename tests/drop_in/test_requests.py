@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout_api.protocol.messages import problem_id_of
 from rollout_worker.drafting.index import DraftCounts
-from rollout_worker.drop_in.recorder import FinishedRollout
+from rollout_worker.drop_in.recorder import FinishedRollout, Version
 from rollout_worker.drop_in.requests import Requests
 
 END = 2
@@ -52,7 +52,7 @@ class Recorder:
     """Remembers what is recorded."""
 
     def __init__(self) -> None:
-        self.versions: list[int] = []
+        self.versions: list[Version] = []
         self.problems: list[str] = []
         self.rollouts: list[FinishedRollout] = []
         self.begin_version, self.use, self.record = self.versions.append, self.problems.append, self.rollouts.append
@@ -141,12 +141,21 @@ def test_a_version_begins_with_the_first_request_after_its_weights(requests: Req
     for _ in range(3):  # tensor by tensor
         requests.change_weights()
     requests.settings_of(Request("c"))
-    requests.begin_version(40)
+    requests.begin_step(40)
     requests.settings_of(Request("d"))
     for request_id in "abcd":
         requests.finish(request_id, [*PROMPT, END])
-    assert recorder.versions == [1, 2, 40]
-    assert [rollout.version for rollout in recorder.rollouts] == [1, 1, 2, 40]
+    first, second, named = Version(1), Version(2), Version(40, is_step=True)
+    assert recorder.versions == [first, second, named]
+    assert [rollout.version for rollout in recorder.rollouts] == [first, first, second, named]
+
+
+def test_rollouts_of_equal_request_ids_are_different_ones(requests: Requests, recorder: Recorder) -> None:
+    """Callers may choose the ids of vLLM's requests, and use them again after a restart."""
+    for _ in range(2):
+        requests.settings_of(Request("a"))
+        requests.finish("a", [*PROMPT, END])
+    assert len({rollout.rollout_id for rollout in recorder.rollouts}) == 2
 
 
 def test_the_source_of_each_token_is_recorded(recorder: Recorder) -> None:

@@ -49,14 +49,6 @@ def test_seeds_differ_between_streams_and_prefixes_and_are_reproducible() -> Non
     assert vllm_sampling_params(Sampling(), "r", None).seed is None
 
 
-def test_top_p_is_only_changed_where_drafting_requires_it() -> None:
-    settings = DraftSettings("k", "p", 7)
-    assert 1.0 == vllm_sampling_params(Sampling(top_k=5), "r", None).top_p
-    assert 0.999999 < vllm_sampling_params(Sampling(top_k=5), "r", settings).top_p <= 1.0
-    assert 0.9 == vllm_sampling_params(Sampling(top_k=5, top_p=0.9), "r", settings).top_p
-    assert 1.0 == vllm_sampling_params(Sampling(), "r", settings).top_p
-
-
 def test_draft_settings_are_unchanged_by_extra_args() -> None:
     settings = DraftSettings("k", "p", 7, 3, 2, ("self",), later_turn=True)
     received = DraftSettings.from_extra_args(settings.as_extra_args())

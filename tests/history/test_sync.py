@@ -427,7 +427,8 @@ def test_the_learned_state_may_comprise_more_than_that_of_the_index(sink: Record
     statistics = RecordingSink()
     sink.state, sink.verified_tokens = b"index", 1000
     statistics.state, statistics.verified_tokens = b"index and gain", 1000
-    with running(history_url, sink, statistics=statistics):
+    with running(history_url, sink, statistics=statistics) as syncing:
+        syncing.announce([])
         wait_for(lambda: store.drafter_state() == b"index and gain", 10)
 
 

@@ -38,6 +38,14 @@ class FaultyExtension(DraftingExtension):
         setattr(owner, name, fail)
 
 
+class UngovernedExtension(DraftingExtension):
+    """The extension of a user's engine that drafts also where drafting does not pay."""
+
+    def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
+        """Start to draft without the governor."""
+        return super().das_start_drafting(drafting | {"governed": False})
+
+
 class PlacesExtension(DraftingExtension):
     """The extension of an engine that counts drafts for requests whose tokens are at another place."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -29,11 +30,26 @@ WITHOUT_EOS = list(range(12))
 """Allowed tokens that end no response before ``max_tokens``."""
 
 
-def tokens_of(results: Sequence[GenerationResult]) -> list[list[int]]:
+class Response(Protocol):
+    """A response of any engine."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of tokens that are accepted draft tokens."""
+
+
+_Response = TypeVar("_Response", bound=Response)
+
+
+def tokens_of(results: Sequence[Response]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-def accepted_share(results: Sequence[GenerationResult]) -> float:
+def accepted_share(results: Sequence[Response]) -> float:
     """Return the share of accepted draft tokens in all tokens."""
     return sum(response.num_accepted_tokens for response in results) / sum(
         len(response.token_ids) for response in results
@@ -43,10 +59,10 @@ def accepted_share(results: Sequence[GenerationResult]) -> float:
 def sample_exactly(
     reference: ReferenceDistribution,
     sampling: Sampling,
-    sample: Callable[[Sampling], list[GenerationResult]],
+    sample: Callable[[Sampling], list[_Response]],
     *,
     min_accepted_share: float = 0.05,
-) -> list[GenerationResult]:
+) -> list[_Response]:
     """Sample responses to PROMPT with drafts, and require that their tokens have the exact distribution.
 
     P-values of true hypotheses are uniform, so that one of the many tests has a small one by chance now and then. More
@@ -69,7 +85,7 @@ def sample_exactly(
     p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
     assert p > IMPOSSIBLE_P_VALUE, f"p-value {p}"
     if p < SUSPICIOUS_P_VALUE:
-        more = list[GenerationResult]()
+        more = list[_Response]()
         for number in range(1, 1 + REPETITIONS):
             seed = None if sampling.seed is None else sampling.seed + number
             more += sample(sampling.model_copy(update={"seed": seed}))

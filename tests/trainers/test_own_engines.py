@@ -19,11 +19,11 @@ import redis
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_store.history.records import START, HistoryRecord
-from rollout_store.history.store import HistoryStore
+from rollout_store.history.records import HistoryRecord
 from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from rollout_worker.drop_in.settings import VARIABLE
+from tests.support.history_contents import read_rollouts
 from tests.support.responses import MAX_LOGPROB_ERROR
 from tests.support.trl_on_cpu import VARIABLES
 from tests.support.waiting import wait_for
@@ -112,9 +112,7 @@ def history(redis_url: str) -> str:
 def rollouts_in(history: str) -> list[HistoryRecord]:
     """Return all rollouts of a history."""
     url, _, name = history.rpartition("/")
-    store = HistoryStore(redis.Redis.from_url(url), HistoryKeys("default", name), window=16)
-    positions = dict.fromkeys((problem.problem_id for problem in store.catalog.problems()), START)
-    return [record for found in store.read(positions, count=1_000).values() for record in found.records]
+    return read_rollouts(redis.Redis.from_url(url), HistoryKeys("default", name))
 
 
 def check_training(training: Training, history: list[HistoryRecord]) -> None:

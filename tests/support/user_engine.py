@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ IN_CORE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 def vllm_on_cpus(model: Path) -> Iterator[None]:
     """The environment of vLLM on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in engine_environment(engine_config(model), {}).items():
+        for name, value in engine_environment(engine_config(model), os.environ).items():
             patch.setenv(name, value)
         yield
 

@@ -216,10 +216,8 @@ def test_vllm_takes_the_arguments_of_prime_rl(model: Path) -> None:
 
 
 def test_skyrl_passes_its_settings_to_vllm(model: Path) -> None:
-    method = {"method": "das", "history": HISTORY}
-    settings = [
-        f"generator.inference_engine.engine_init_kwargs.speculative_config.{name}={method[name]}" for name in method
-    ]
+    method = json.dumps({"method": "das", "history": HISTORY})
+    settings = [f"generator.inference_engine.engine_init_kwargs.speculative_config={method}"]
     settings += [f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
     program = ROOT / "tests" / "support" / "http_clients" / "skyrl_engine.py"
     command = [sys.executable, str(program), str(ROOT / ".venv" / "skyrl"), *settings]

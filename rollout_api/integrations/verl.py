@@ -312,7 +312,9 @@ def to_token_output(rollout: Rollout) -> TokenOutput:
 def _own_machines_error(mode: str) -> ValueError:
     return ValueError(
         f"rollout.name={NAME} does not support verl's {mode} mode, in which engines run on the trainer's GPUs: a job "
-        "has its own machines. Set actor_rollout_ref.hybrid_engine=false and trainer.v1.trainer_mode=separate_async"
+        "has its own machines. Set actor_rollout_ref.hybrid_engine=false and trainer.v1.trainer_mode=separate_async. "
+        "Without a job, verl's own engines draft with rollout.name=vllm and "
+        "rollout.engine_kwargs.vllm.speculative_config={method: das}; see docs/own-engines.md"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ METHOD = "das"
 CONFIG_KEY = "das"
 """Key of the settings in vLLM's ``additional_config``."""
 VARIABLE = "DAS_DRAFTING"
-"""Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history, or
-``memory``."""
+"""Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history,
+``memory``, or the settings as JSON."""
 _IN_MEMORY = "memory"
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _MAX_PLACES_SHARE = 0.75
@@ -132,11 +133,23 @@ def settings_of(speculative_config: Any, environment: Mapping[str, str]) -> Drop
     Raises:
         EngineError: if a setting is unknown or has an invalid value.
     """
-    if speculative_config is None and (history := environment.get(VARIABLE)):
-        return DropInSettings.parse({} if history == _IN_MEMORY else {"history": history})
+    if speculative_config is None and (variable := environment.get(VARIABLE)):
+        return DropInSettings.parse(_settings_in(variable))
     if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
         return None
     return DropInSettings.parse({name.replace("-", "_"): value for name, value in speculative_config.items()})
+
+
+def _settings_in(variable: str) -> Mapping[str, Any]:
+    if not variable.startswith("{"):
+        return {} if variable == _IN_MEMORY else {"history": variable}
+    try:
+        return dict(json.loads(variable))
+    except ValueError as error:
+        raise EngineError(
+            f"The environment variable {VARIABLE} is neither the URL of a history, nor {_IN_MEMORY!r}, nor valid JSON "
+            f"({error})"
+        ) from None
 
 
 def apply(settings: DropInSettings, args: Any, *, default_max_num_seqs: int, is_cpu: bool) -> None:

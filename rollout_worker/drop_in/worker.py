@@ -17,8 +17,9 @@ from rollout_worker.engine.worker_extension import DraftingExtension
 
 logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 5.0
-_UPDATES = ("update_weights", "finish_weight_update", "reload_weights")
-"""Methods of a worker after which the weights are others."""
+_UPDATES = ("add_lora", "finish_weight_update", "reload_weights", "update_weight")
+"""What the names of a worker's methods begin with after which the weights are others. Extensions of trainers have
+methods such as ``update_weights_from_path``, some of which copy weights without vLLM's ``load_weights``."""
 
 
 class DropInExtension(DraftingExtension):
@@ -69,7 +70,8 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     requests = Requests(recorder, worker._das_loop.take_counts)
     worker._das_requests = requests
     worker._das_finish = worker.das_follow(requests.settings_of, requests.finish)
-    for owner, name in (*((worker, name) for name in _UPDATES), (worker.model_runner.get_model(), "load_weights")):
+    updates = [(worker, name) for name in dir(worker) if name.startswith(_UPDATES)]
+    for owner, name in (*updates, (worker.model_runner.get_model(), "load_weights")):
         _call_after(owner, name, lambda *_, **__: requests.change_weights())
     # What the weights are then, only the trainer knows, which may write to their memory.
     _call_after(worker, "sleep", lambda level=1: requests.change_weights() if level > 1 else None)
@@ -95,9 +97,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
 
 
 def _call_after(owner: Any, name: str, notify: Callable[..., None]) -> None:
-    original = getattr(owner, name, None)
-    if original is None:
-        return
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

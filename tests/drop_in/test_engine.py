@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import problem_id_of
@@ -16,6 +18,8 @@ from rollout_store.history.store import HistoryStore
 from rollout_worker import drafting_args
 from rollout_worker.drop_in.worker import tokenizer_of
 from tests.support.engines import needs_v2
+from tests.support.faulty_extension import CopyingExtension
+from tests.support.history_contents import read_rollouts
 from tests.support.reference_model import make_model
 from tests.support.responses import PROMPTS
 from tests.support.user_engine import UserEngine, vllm_on_cpus
@@ -105,3 +109,15 @@ def test_an_engine_without_a_server_drafts_from_its_own_rollouts(model: Path, ex
         assert engine.sample() == expected
     assert engine.accepted_of_history() >= 100
     engine.close()
+
+
+def test_weights_that_an_extension_copies_begin_a_generation(model: Path, redis_url: str) -> None:
+    url = redis_url.removesuffix("/0")
+    extension = f"{CopyingExtension.__module__}.{CopyingExtension.__qualname__}"
+    engine = UserEngine(model, in_process=True, worker_extension_cls=extension, **drafting_args(f"{url}/copied"))
+    for _ in range(2):
+        engine.sample()
+        engine.llm.collective_rpc("update_weights_from_path", args=("",))
+    engine.close()
+    rollouts = read_rollouts(redis.Redis.from_url(url), HistoryKeys("default", "copied"))
+    assert {1: len(PROMPTS), 2: len(PROMPTS)} == Counter(rollout.weight_version for rollout in rollouts)

@@ -62,6 +62,18 @@ def test_a_variable_stands_for_the_configuration_that_a_trainer_does_not_pass() 
     assert shared.history == "redis://redis/math"
 
 
+def test_a_variable_may_have_all_settings() -> None:
+    settings = settings_of(None, {VARIABLE: '{"history": "redis://redis/math", "run": "math-7"}'})
+    assert settings is not None
+    assert (settings.history, settings.run) == ("redis://redis/math", "math-7")
+
+
+def test_a_variable_that_is_no_json_is_refused_without_its_secrets() -> None:
+    with pytest.raises(EngineError, match=r"DAS_DRAFTING is neither .* nor valid JSON \(Expecting") as refused:
+        settings_of(None, {VARIABLE: f"{{'history': '{URL}'}}"})
+    assert "secret" not in str(refused.value)
+
+
 def test_engines_of_a_run_have_the_name_that_they_are_given() -> None:
     first, second = (settings_of({"method": "das"}, {}) for _ in range(2))
     assert first is not None

@@ -57,9 +57,14 @@ def age_history(client: Redis, keys: HistoryKeys, seconds: float) -> None:
         client.zincrby(keys.last_changed(shard), -seconds * 1e6, problem.problem_id)
 
 
-def rollout_ids_in(server: redis.Redis, keys: HistoryKeys, problem: str | None = None) -> Counter[str]:
-    """Return how often a history contains each rollout, of all problems or of one."""
+def read_rollouts(server: redis.Redis, keys: HistoryKeys, problem: str | None = None) -> list[HistoryRecord]:
+    """Return the rollouts of a history, of all problems or of one."""
     store = HistoryStore(server, keys, window=16)
     problems = [problem] if problem else [one.problem_id for one in store.catalog.problems()]
     slices = store.read(dict.fromkeys(problems, START), count=1_000_000)
-    return Counter(record.rollout_id for found in slices.values() for record in found.records)
+    return [record for found in slices.values() for record in found.records]
+
+
+def rollout_ids_in(server: redis.Redis, keys: HistoryKeys, problem: str | None = None) -> Counter[str]:
+    """Return how often a history contains each rollout, of all problems or of one."""
+    return Counter(record.rollout_id for record in read_rollouts(server, keys, problem))

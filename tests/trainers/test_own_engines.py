@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,17 +20,22 @@ import redis
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_store.history.records import START, HistoryRecord
-from rollout_store.history.store import HistoryStore
+from rollout_store.history.records import HistoryRecord
 from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
-from rollout_worker.drop_in.settings import VARIABLE
+from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE
+from rollout_worker.engine.draft_settings import PROPOSER
+from tests.support.history_contents import read_rollouts
+from tests.support.reference_model import make_model
 from tests.support.responses import MAX_LOGPROB_ERROR
 from tests.support.trl_on_cpu import VARIABLES
+from tests.support.user_engine import vllm_on_cpus
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+ROOT = Path(__file__).parents[2]
+HISTORY = "redis://redis.rl:6379/math"
 STEPS, PER_STEP = 3, 16
 """Steps of a training, each an epoch, and the rollouts of a step."""
 MIN_ACCEPTED = 100
@@ -112,9 +118,7 @@ def history(redis_url: str) -> str:
 def rollouts_in(history: str) -> list[HistoryRecord]:
     """Return all rollouts of a history."""
     url, _, name = history.rpartition("/")
-    store = HistoryStore(redis.Redis.from_url(url), HistoryKeys("default", name), window=16)
-    positions = dict.fromkeys((problem.problem_id for problem in store.catalog.problems()), START)
-    return [record for found in store.read(positions, count=1_000).values() for record in found.records]
+    return read_rollouts(redis.Redis.from_url(url), HistoryKeys("default", name))
 
 
 def check_training(training: Training, history: list[HistoryRecord]) -> None:
@@ -162,3 +166,62 @@ def test_the_responses_of_verls_hybrid_engine_stay_the_same(tmp_path: Path, hist
     assert sampled["plain"] == sampled["drafted"]
     # verl has replaced the weights before each step.
     assert dict.fromkeys(range(1, STEPS + 1), 4) == Counter(rollout.weight_version for rollout in rollouts_in(history))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Path]:
+    """A small model, in the environment of vLLM on CPUs."""
+    model = make_model(tmp_path / "model")
+    with vllm_on_cpus(model):
+        yield model
+
+
+def test_openrlhfs_arguments_leave_room_for_the_variable(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments are those of ``create_vllm_engines`` in ``openrlhf/trainer/ray/vllm_engine.py`` (0.11.2)."""
+    from vllm import AsyncEngineArgs
+
+    monkeypatch.setenv(VARIABLE, HISTORY)
+    arguments = {
+        "model": str(model),
+        "enforce_eager": False,
+        "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+        "tensor_parallel_size": 1,
+        "seed": 42,
+        "distributed_executor_backend": "uni",
+        "max_model_len": 256,
+        "enable_prefix_caching": True,
+        "dtype": "bfloat16",
+        "trust_remote_code": True,
+        "gpu_memory_utilization": 0.5,
+        "enable_sleep_mode": False,  # vLLM has it on GPUs only
+    }
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    assert (PROPOSER, HISTORY) == (config.speculative_config.model, config.additional_config[CONFIG_KEY]["history"])
+
+
+def test_vllm_takes_the_arguments_of_prime_rl(model: Path) -> None:
+    """prime-rl passes a namespace with its settings to vLLM's parser, where a table of them is a dictionary.
+
+    See ``src/prime_rl/inference/vllm/server.py`` and ``InferenceConfig.to_namespace`` (0.8.0).
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    settings = {"model": str(model), "max_model_len": 256, "speculative_config": {"method": "das", "history": HISTORY}}
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(args=[], namespace=Namespace(**settings))
+    validate_parsed_serve_args(args)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert (PROPOSER, HISTORY) == (config.speculative_config.model, config.additional_config[CONFIG_KEY]["history"])
+
+
+def test_skyrl_passes_its_settings_to_vllm(model: Path) -> None:
+    method = json.dumps({"method": "das", "history": HISTORY})
+    settings = [f"generator.inference_engine.engine_init_kwargs.speculative_config={method}"]
+    settings += [f"trainer.policy.model.path={model}", "trainer.placement.colocate_all=false"]
+    program = ROOT / "tests" / "support" / "http_clients" / "skyrl_engine.py"
+    command = [sys.executable, str(program), str(ROOT / ".venv" / "skyrl"), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert 0 == done.returncode, done.stderr[-2000:]
+    proposer, additional = json.loads(done.stdout.splitlines()[-1])
+    assert (PROPOSER, HISTORY) == (proposer, additional[CONFIG_KEY]["history"])

@@ -159,7 +159,7 @@ def test_validation_is_recognized_by_its_sampling_parameters(servers: LLMServerM
 )
 def test_modes_that_share_the_trainers_gpus_are_refused_by_name(method: str, mode: str) -> None:
     replica = object.__new__(JobReplica)
-    with pytest.raises(ValueError, match=f"does not support verl's {mode} mode.*hybrid_engine=false"):
+    with pytest.raises(ValueError, match=f"does not support verl's {mode} mode.*speculative_config.*own-engines.md"):
         asyncio.run(getattr(replica, method)(None))
 
 

@@ -27,6 +27,8 @@ VARIABLE = "DAS_DRAFTING"
 """Environment variable for trainers that pass no speculative configuration to vLLM: the URL of the history,
 ``memory``, or the settings as JSON."""
 _IN_MEMORY = "memory"
+_EXTERNAL_LAUNCHER = "external_launcher"
+"""vLLM's executor for ranks that ``torchrun`` or a trainer has started. Each rank schedules the requests by itself."""
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _MAX_PLACES_SHARE = 0.75
 """Share of ``max_num_batched_tokens`` that may be places for drafts, if the user has set it; the others are for
@@ -189,8 +191,20 @@ def check_runner(vllm_config: Any, environment: Mapping[str, str], *, is_cpu: bo
     """Check that an engine on a GPU uses vLLM's V2 model runner, or V1 because the user has chosen it.
 
     Raises:
-        EngineError: if vLLM has chosen V1. With it, drafting may cost more than it saves.
+        EngineError: if vLLM has chosen V1, with which drafting may cost more than it saves; or if V1 would give drafts
+            to one of several ranks that each schedule by themselves.
     """
+    parallel = vllm_config.parallel_config
+    if (
+        not vllm_config.use_v2_model_runner
+        and parallel.distributed_executor_backend == _EXTERNAL_LAUNCHER
+        and parallel.world_size > 1
+    ):
+        raise EngineError(
+            f"An engine with {parallel.world_size} ranks and the distributed executor {_EXTERNAL_LAUNCHER!r} cannot "
+            "draft with vLLM's V1 model runner. Use V2, which needs a GPU, or one rank for each engine, such as "
+            "vllm_tensor_parallel_size=1 in TRL"
+        )
     if is_cpu or vllm_config.use_v2_model_runner or _RUNNER_VARIABLE in environment:
         return
     missing = ", ".join(vllm_config._get_v2_model_runner_unsupported_features()) or "this machine, which lacks Triton"

@@ -135,7 +135,9 @@ def test_what_the_user_has_chosen_stays() -> None:
 def configured(*, uses_v2: bool) -> SimpleNamespace:
     """Return what is read of vLLM's configuration."""
     return SimpleNamespace(
-        use_v2_model_runner=uses_v2, _get_v2_model_runner_unsupported_features=lambda: ["pooling", "KV sharing"]
+        use_v2_model_runner=uses_v2,
+        parallel_config=SimpleNamespace(world_size=2, distributed_executor_backend="mp"),
+        _get_v2_model_runner_unsupported_features=lambda: ["pooling", "KV sharing"],
     )
 
 

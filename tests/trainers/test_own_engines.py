@@ -21,6 +21,7 @@ import redis
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_store.history.records import HistoryRecord
+from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE
@@ -174,6 +175,17 @@ def model(tmp_path: Path) -> Iterator[Path]:
     model = make_model(tmp_path / "model")
     with vllm_on_cpus(model):
         yield model
+
+
+def test_tensor_parallelism_of_trl_is_refused_with_v1(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a colocated engine of TRL schedules by itself, and V1 gives drafts to one rank only."""
+    from vllm import EngineArgs
+
+    for name, value in {VARIABLE: HISTORY, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    args = EngineArgs(str(model), tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    with pytest.raises(EngineError, match="external_launcher"):
+        args.create_engine_config()
 
 
 def test_openrlhfs_arguments_leave_room_for_the_variable(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

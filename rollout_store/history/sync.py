@@ -17,6 +17,7 @@ import redis
 
 from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.redis_client.retry import is_transient
+from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.history.records import START, HistoryRecord, TokenArray
 from rollout_store.history.store import ENTRIES_PER_READ, HistoryStore, LogSlice
 from rollout_store.history.window import oldest_kept
@@ -281,7 +282,7 @@ class HistorySync:
                 pause = POLL_INTERVAL_S
             except Exception as error:  # rollouts continue without the history, so the thread must survive
                 self._count_failure(error)
-                expected = isinstance(error, redis.RedisError)
+                expected = isinstance(error, (redis.RedisError, HistoryMismatchError))
                 logger.warning(
                     "History %s cannot be read (%s: %s); drafting continues with what is in the index.",
                     self._store.keys.full_name,
@@ -357,6 +358,8 @@ class HistorySync:
 
     def _read_to_end(self, problems: frozenset[str]) -> None:
         behind = problems & (self._changed | self._unread)
+        if behind:
+            self._store.metadata.stored_window()  # fails if the server has got the history of another tokenizer
         while behind and not self._stopping:
             # Requested problems come last, so that merely updating others does not evict them.
             batch = sorted(behind, key=self._unread.__contains__)[:PROBLEMS_PER_READ]

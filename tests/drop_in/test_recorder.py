@@ -172,18 +172,20 @@ def test_rollouts_are_recorded_when_a_server_is_back(server: Server) -> None:
 
 def test_an_empty_server_gets_the_history_anew(server: Server) -> None:
     """The engines of a run agree on generations there, too, and read what is recorded from then on."""
+    second_step = Version(2, is_step=True)
     first, second = (Engine(server.url, "tokenizer", "run") for _ in range(2))
     for engine in (first, second):
         engine.recorder.start()
-        for version in (1, 2):
-            engine.recorder.begin_version(Version(version))
+        engine.recorder.begin_version(Version(1, is_step=True))
+        engine.recorder.begin_version(second_step)
         engine.recorder.use("p")
-    first.recorder.record(rollout(1, version=2))
-    wait_for(lambda: second.sync.counters.rollouts == 1, TIMEOUT_S)
+    first.recorder.record(rollout(1)._replace(version=second_step))
+    for engine in (first, second):
+        wait_for(lambda engine=engine: engine.sync.counters.rollouts == 1, TIMEOUT_S)
     server.restart()
-    first.recorder.record(rollout(2, version=2))
+    first.recorder.record(rollout(2)._replace(version=second_step))
     wait_for(lambda: recorded(first) == 2, TIMEOUT_S)
-    second.recorder.record(rollout(3, version=2))
+    second.recorder.record(rollout(3)._replace(version=second_step))
     for engine in (first, second):
         wait_for(lambda engine=engine: len(engine.index.rollouts("p")) == 3, TIMEOUT_S)
         engine.recorder.stop(TIMEOUT_S)
@@ -193,6 +195,28 @@ def test_an_empty_server_gets_the_history_anew(server: Server) -> None:
     info = HistoryStore.for_all_generations(connect_history(server.url), KEYS).metadata.info()
     assert info is not None
     assert (info.tokenizer, info.generation) == ("tokenizer", generations["rollout 3"])
+
+
+def test_nothing_is_read_from_an_empty_server_that_gets_the_history_of_another_tokenizer(server: Server) -> None:
+    first = Engine(server.url, "tokenizer", "run")
+    first.recorder.start()
+    first.recorder.begin_version(Version(1))
+    first.recorder.use("p")
+    first.recorder.record(rollout(1))
+    wait_for(lambda: first.sync.counters.rollouts == 1, TIMEOUT_S)
+    server.restart()
+    second = Engine(server.url, "another", "run")
+    record_all(second.recorder, [rollout(2)])
+    second.close()
+    wait_for(
+        lambda: first.sync.counters.rollouts > 1 or "another tokenizer" in first.sync.counters.last_failure, TIMEOUT_S
+    )
+    assert first.sync.counters.rollouts == 1
+    first.recorder.record(rollout(3))
+    first.recorder.stop(TIMEOUT_S)
+    first.index.wait_idle()
+    assert len(first.index.rollouts("p")) == 2
+    assert [record.rollout_id for record in records_of(server.url)] == ["rollout 2"]
 
 
 def test_a_full_server_loses_rollouts_until_it_has_space(server: Server) -> None:

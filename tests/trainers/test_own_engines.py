@@ -17,12 +17,14 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from typer.testing import CliRunner
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_store.history.records import HistoryRecord
 from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import default_cache
+from rollout_tools.cli.main import app
 from rollout_tools.tiny_model import ensure
 from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE
 from rollout_worker.engine.draft_settings import PROPOSER
@@ -152,7 +154,12 @@ def test_trl_trains_with_vllm_serve(tmp_path: Path, history: str) -> None:
         server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
         training = train(tmp_path / "trl", {"VLLM_HOST_IP": "127.0.0.1"}, learning_rate=3e-4, **server)
         reply = httpx.post(f"{url}/collective_rpc", json={"method": "das_stats"}).raise_for_status().json()
-    assert accepted(reply["results"][0]) > MIN_ACCEPTED
+        (stats,) = reply["results"]
+        metric = f'source="history"}} {accepted(stats)}.0'
+        wait_for(lambda: metric in httpx.get(f"{url}/metrics").text, 60, "vLLM's metrics do not have the drafter's")
+        shown = CliRunner().invoke(app, ["top", history])
+        assert f"{STEPS * PER_STEP} rollouts recorded, 0 lost" in shown.output
+    assert accepted(stats) > MIN_ACCEPTED
     check_training(training, rollouts_in(history))
 
 

@@ -32,7 +32,7 @@ test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interp
 
 test-next: VLLM := 0.33.0
 test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py \
-	-k "greedy and (pipeline or one) or exact and one or completion_is_a_rollout"
+	tests/drop_in/test_lossless.py -k "greedy and (pipeline or one or ignore) or exact and one or completion_is_a_rollout"
 test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU build (VLLM, TESTS: pytest's arguments).
 	scripts/get-vllm $(VLLM)
 	[ ! -d .venv/vllm-$(VLLM) ] || $(V2) $(VENV)/pytest $(TESTS)

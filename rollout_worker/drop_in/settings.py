@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,9 +47,9 @@ class DropInSettings(BaseModel):
 
     Engines that name the same history draft from the rollouts of each other. Without it, rollouts are kept in the
     engine's memory. The history of a job of the operator has the name ``NAMESPACE/NAME``."""
-    run: str = Field(default_factory=lambda: uuid.uuid4().hex, min_length=1)
-    """Name of the training run. Its engines count the same weights as the same generation, if they have the same
-    name here; by default, each engine counts for itself."""
+    run: str = Field(default="trainer", min_length=1)
+    """Name of the training run. Engines with the same name count the same weights as the same generation, and go on
+    from the newest one after a restart. Trainings that use a history at the same time should have different names."""
     policy: PolicyName = "marginal"
     """See ``spec.speculation.policy`` of a RolloutJob."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)

@@ -74,11 +74,11 @@ def test_a_variable_that_is_no_json_is_refused_without_its_secrets() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_engines_of_a_run_have_the_name_that_they_are_given() -> None:
+def test_engines_are_of_one_run_unless_they_name_another() -> None:
     first, second = (settings_of({"method": "das"}, {}) for _ in range(2))
     assert first is not None
     assert second is not None
-    assert first.run != second.run
+    assert first.run == second.run
     named = settings_of({"method": "das", "run": "run 7", "num-speculative-tokens": 8}, {})
     assert named is not None
     assert (named.run, named.num_speculative_tokens) == ("run 7", 8)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_worker.engine.config import engine_environment
 from tests.support.engines import engine_config
@@ -50,6 +51,9 @@ class UserEngine:
             if in_process:
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
                 settings["distributed_executor_backend"] = IN_CORE_PROCESS
+                # OMP_NUM_THREADS has no effect on a process that has loaded torch. Two threads on a busy machine with
+                # two cores wait for each other in each operator.
+                torch.set_num_threads(1)
             self.llm = LLM(str(model), **settings | arguments)
 
     def generate(self, **sampling: Any) -> list[Any]:

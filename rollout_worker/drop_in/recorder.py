@@ -200,6 +200,11 @@ class RolloutRecorder:
         self._next_warning = 0.0
         self._thread = threading.Thread(target=self._run, name="rollout-recorder", daemon=True)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollouts are recorded in a history that engines share."""
+        return self._shared is not None
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

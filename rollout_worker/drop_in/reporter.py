@@ -40,13 +40,15 @@ class EngineState(NamedTuple):
 class EngineReporter:
     """A thread that reports an engine's state periodically, to a file of its machine and to the history."""
 
-    def __init__(self, read: Callable[[], EngineState], number: int, reports: EngineReports | None) -> None:
+    def __init__(
+        self, read: Callable[[], EngineState], number: int, reports: Callable[[], EngineReports | None]
+    ) -> None:
         """Prepare the thread.
 
         Args:
             read: returns the engine's state.
             number: number of the engine among those of its machine.
-            reports: those in the history; None for a history in memory.
+            reports: returns those in the history; None for a history in memory.
         """
         self._read, self._reports = read, reports
         self._id, self._name = uuid.uuid4().hex, f"{socket.gethostname()}-{number}"
@@ -95,10 +97,11 @@ class EngineReporter:
         return OwnEngineReport(self._id, self._name, state.version, state.running, speed, counters, labeled)
 
     def _report(self, send: Callable[[EngineReports], None]) -> None:
-        if self._reports is None:
+        reports = self._reports()
+        if reports is None:
             return
         try:
-            send(self._reports)
+            send(reports)
         except redis.RedisError as error:
             logger.debug("The engine's state cannot be reported: %s", error)
 

@@ -84,7 +84,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
             recorder.counters.lost,
         ),
         worker.vllm_config.parallel_config.data_parallel_rank,
-        None if worker._das_sync is None else worker._das_sync.store.engines,
+        lambda: worker._das_sync.store.engines if recorder.is_shared else None,
     )
 
     def stop() -> None:

@@ -44,7 +44,7 @@ def store(redis_url: str) -> HistoryStore:
 def reporter(store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineReporter]:
     """The reporter of an engine, which runs."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    reporter = EngineReporter(lambda: EngineState(3, 2, STATS, recorded=6, lost=1), 0, store.engines)
+    reporter = EngineReporter(lambda: EngineState(3, 2, STATS, recorded=6, lost=1), 0, lambda: store.engines)
     reporter.start()
     wait_for(lambda: bool(read_reports(tmp_path) and store.engines.read()), 60, "The engine does not report.")
     yield reporter

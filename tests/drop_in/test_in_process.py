@@ -24,7 +24,7 @@ from tests.support.tcp_proxy import Proxy
 from tests.support.user_engine import UserEngine, vllm_on_cpus
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.v2]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TIMEOUT_S = 60
 
@@ -193,11 +193,13 @@ def sampled(engine: UserEngine, server: Server, **sampling: Any) -> list[History
     return new()
 
 
+@pytest.mark.v2
 def test_all_rollouts_are_recorded_although_no_step_follows(engine: UserEngine, server: Server) -> None:
     for reason, sampling in (("length", {"max_tokens": 3}), ("stop", {"stop_token_ids": WITHOUT_EOS})):
         assert {record.finish_reason for record in sampled(engine, server, **sampling)} == {reason}
 
 
+@pytest.mark.v2
 def test_rollouts_are_recorded_while_drafting_is_paused(engine: UserEngine, server: Server) -> None:
     def fail(worker: Any) -> None:
         worker._das_loop.guard(lambda: 1 / 0)
@@ -207,6 +209,7 @@ def test_rollouts_are_recorded_while_drafting_is_paused(engine: UserEngine, serv
     assert sampled(engine, server)
 
 
+@pytest.mark.v2
 def test_what_is_not_complete_is_drafted_from_but_is_no_length(engine: UserEngine, server: Server) -> None:
     from vllm import SamplingParams
 

@@ -134,6 +134,7 @@ def check_training(training: Training, history: list[HistoryRecord]) -> None:
     assert Counter(map(tuple, training.sampled)) == Counter(tuple(rollout.tokens.tolist()) for rollout in history)
 
 
+@pytest.mark.nightly
 def test_the_responses_of_trl_stay_the_same(tmp_path: Path) -> None:
     greedy = {"top_k": 1, "learning_rate": 0.0}
     plain = train(tmp_path / "plain", {}, **greedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,17 +198,23 @@ def test_an_empty_server_gets_the_history_anew(server: Server) -> None:
     assert (info.tokenizer, info.generation) == ("tokenizer", generations["rollout 3"])
 
 
-def test_nothing_is_read_from_an_empty_server_that_gets_the_history_of_another_tokenizer(server: Server) -> None:
+def test_nothing_is_read_from_a_server_that_is_replaced_by_one_with_the_history_of_another_tokenizer(
+    server: Server, tmp_path: Path
+) -> None:
     first = Engine(server.url, "tokenizer", "run")
     first.recorder.start()
     first.recorder.begin_version(Version(1))
     first.recorder.use("p")
     first.recorder.record(rollout(1))
     wait_for(lambda: first.sync.counters.rollouts == 1, TIMEOUT_S)
-    server.restart()
-    second = Engine(server.url, "another", "run")
-    record_all(second.recorder, [rollout(2)])
-    second.close()
+    with Server(tmp_path / "other") as other:
+        second = Engine(other.url, "another", "run")
+        record_all(second.recorder, [rollout(2)])
+        second.close()
+        other.raw_client().save()
+        server.kill()
+        shutil.copy(other.directory / "dump.rdb", server.directory)
+        server.start()
     wait_for(
         lambda: first.sync.counters.rollouts > 1 or "another tokenizer" in first.sync.counters.last_failure, TIMEOUT_S
     )

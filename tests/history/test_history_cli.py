@@ -85,11 +85,21 @@ def age_last_use(client: Any, keys: HistoryKeys, seconds: float) -> None:
 def test_ls_lists_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
     age_last_use(client, KEYS, 3 * DAY_S)
     header, math, code = run(redis_url, "ls").splitlines()
-    assert ["history", "tokenizer", "model", "problems", "bytes", "cap", "generation", "window"] == header.split()[:8]
+    assert [
+        "history",
+        "tokenizer",
+        "model",
+        "problems",
+        "bytes",
+        "cap",
+        "generation",
+        "window",
+        "engines",
+    ] == header.split()[:9]
     assert ["default/math", "fedcba987654", "math-model", "2"] == math.split()[:4]
     assert "64.0 GiB" in math
-    assert ["2", "16", "3", "d", "ago"] == math.split()[-5:]
-    assert ["team/code", "0123456789ab", "code-model", "0", "0", "B", "–", "0", "8", "–"] == code.split()
+    assert ["2", "16", "0", "3", "d", "ago"] == math.split()[-6:]
+    assert ["team/code", "0123456789ab", "code-model", "0", "0", "B", "–", "0", "8", "0", "–"] == code.split()
     rows = run_json(redis_url, "ls")
     size = sum(problem.bytes for problem in store.catalog.problems())
     assert 3 * DAY_S == pytest.approx(rows[0].pop("unused_seconds"), abs=60)
@@ -99,6 +109,7 @@ def test_ls_lists_histories(redis_url: str, store: HistoryStore, client: Any) ->
         "model": "math-model",
         "generation": 2,
         "window": 16,
+        "engines": 0,
         "max_bytes": 64 << 30,
         "problems": 2,
         "bytes": size,

@@ -94,7 +94,7 @@ class StreamGate:
                     self._let_go_on()
                     self.times_expired += 1
                     logger.warning(
-                        "The device has waited %.1f s for drafts; this step goes on without.", self._patience_s
+                        "The device has waited %.1f s for drafts; this step goes on without them.", self._patience_s
                     )
                 times_closed = self._times_closed
 

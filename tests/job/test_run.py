@@ -318,6 +318,7 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     new = [SimpleNamespace(**row) for row in new_rows]
     # Rollouts that the killed process had begun are too short: their first and last steps are a large part of them.
     first = [each for each in new if each.num_decoding_steps + each.num_accepted_tokens == each.length][:BATCH]
+    assert first
     problems = {row.problem_id for row in first}
     before = [entry for entry in of_epoch(done, 2).values() if entry.problem_id in problems]
     assert accepted_per_step(first, FIRST_REFERENCE_STEPS) >= 0.9 * accepted_per_step(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rollout_api.protocol.keys import HistoryKeys
@@ -24,7 +24,7 @@ class OwnEngineReport:
 
     id: str
     name: str
-    """Name of its machine, and its number there."""
+    """Name of its machine, and the number of its process there."""
     version: int
     """Number of times that its weights were replaced, or the training step that its trainer has named."""
     running: int
@@ -41,8 +41,9 @@ class OwnEngineReport:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OwnEngineReport:
-        """Decode a report."""
-        return cls(**json.loads(text))
+        """Decode a report, which a newer version may have written with further fields."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 class EngineReports:

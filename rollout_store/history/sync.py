@@ -201,7 +201,7 @@ class HistorySync:
             feedback_interval: seconds between two reports.
         """
         self.counters = SyncCounters()
-        self.store = self._store = store
+        self.store = store
         self._sink = sink
         self._vocabulary = vocabulary
         self._feedback = DraftingFeedback(
@@ -285,7 +285,7 @@ class HistorySync:
                 expected = isinstance(error, (redis.RedisError, HistoryMismatchError))
                 logger.warning(
                     "History %s cannot be read (%s: %s); drafting continues with what is in the index.",
-                    self._store.keys.full_name,
+                    self.store.keys.full_name,
                     type(error).__name__,
                     error,
                     exc_info=not expected,
@@ -339,7 +339,7 @@ class HistorySync:
     def _apply_window(self, problem: str, added: Iterable[int]) -> int:
         """Drop what leaves a problem's window when generations are added; return the oldest generation in it."""
         generations = self._generations.get(problem, set()).union(added)
-        oldest = oldest_kept(generations, self._store.metadata.window)
+        oldest = oldest_kept(generations, self.store.metadata.window)
         if generations and min(generations) < oldest:
             self._sink.drop_before(problem, oldest)
         self._generations[problem] = {generation for generation in generations if generation >= oldest}
@@ -347,10 +347,10 @@ class HistorySync:
 
     def _find_changes(self, problems: frozenset[str]) -> None:
         """Find the problems that have changed, in one round trip however many there are."""
-        catalog = self._store.catalog
-        shards = {self._store.keys.shard_of(problem) for problem in problems}
+        catalog = self.store.catalog
+        shards = {self.store.keys.shard_of(problem) for problem in problems}
         changes = catalog.changes_since({shard: self._shard_cursors.get(shard) for shard in shards})
-        reset = {problem for problem in self._cursors if self._store.keys.shard_of(problem) in changes.reset_shards}
+        reset = {problem for problem in self._cursors if self.store.keys.shard_of(problem) in changes.reset_shards}
         self._cursors |= dict.fromkeys(reset, START)
         # A problem that was never read is read completely when it is requested, so its changes do not matter.
         self._changed |= reset | (changes.problem_ids & self._cursors.keys())
@@ -359,12 +359,12 @@ class HistorySync:
     def _read_to_end(self, problems: frozenset[str]) -> None:
         behind = problems & (self._changed | self._unread)
         if behind:
-            self._store.metadata.stored_window()  # fails if the server has got the history of another tokenizer
+            self.store.metadata.stored_window()  # fails if the server has got the history of another tokenizer
         while behind and not self._stopping:
             # Requested problems come last, so that merely updating others does not evict them.
             batch = sorted(behind, key=self._unread.__contains__)[:PROBLEMS_PER_READ]
             cursors = {problem: self._cursors.get(problem, START) for problem in batch}
-            slices = self._store.read(cursors, with_rewards=self._unread.intersection(batch), count=ENTRIES_PER_READ)
+            slices = self.store.read(cursors, with_rewards=self._unread.intersection(batch), count=ENTRIES_PER_READ)
             for problem, log_slice in slices.items():
                 if self._cursors.get(problem, START) == cursors[problem]:  # not evicted by a problem before it
                     self._add_slice(problem, log_slice)

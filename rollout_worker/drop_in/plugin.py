@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rollout_worker.drop_in.metrics import serve_reports
-from rollout_worker.drop_in.settings import CONFIG_KEY, DropInSettings, apply, check_runner, settings_of
+from rollout_worker.drop_in.settings import CONFIG_KEY, DropInSettings, apply, check_runner, for_log, settings_of
 from rollout_worker.engine import vllm_plugin
+from rollout_worker.engine.config import EXTENSIONS
+
+_LOGGING_MODULES = ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.common.startup")
+"""Modules of vLLM 0.32 and 0.33 that log the arguments of an engine."""
 
 
 def register() -> None:
@@ -22,11 +29,15 @@ def register() -> None:
     vllm_plugin.register()
     vllm_plugin.replace(EngineArgs, "create_engine_config", _create_engine_config)
     vllm_plugin.replace(WorkerWrapperBase, "initialize_from_config", _attach)
+    if multiprocessing.parent_process() is None:  # others do not log arguments
+        for name in _LOGGING_MODULES:
+            with suppress(ModuleNotFoundError):
+                vllm_plugin.replace(importlib.import_module(name), "redact_sensitive_args", _redact_password)
 
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, usage_context: Any = None, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of(self.speculative_config, os.environ)
+        settings = settings_of(self.speculative_config, _environment_of(self))
         if settings is not None:
             from vllm.platforms import current_platform
             from vllm.v1.engine.core_client import InprocClient
@@ -48,12 +59,34 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _redact_password(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Let vLLM log the history's URL without its password."""
+
+    def redact_sensitive_args(args: dict[str, Any]) -> dict[str, Any]:
+        redacted = original(args)
+        config = redacted.get("speculative_config")
+        return redacted if config is None else {**redacted, "speculative_config": for_log(config)}
+
+    return redact_sensitive_args
+
+
+def _environment_of(args: Any) -> Mapping[str, str]:
+    """Return the environment variables that apply to an engine: none to those of jobs, nor to those that pool."""
+    is_of_job = (args.worker_extension_cls or "").startswith(EXTENSIONS)
+    return {} if is_of_job or args.runner == "pooling" else os.environ
+
+
+def _settings_in(vllm_config: Any) -> Mapping[str, Any] | None:
+    additional = vllm_config.additional_config  # a plugin of another project may have an object here
+    return additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+
+
 def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
     """Start to draft in a worker process when its model has been loaded and warmed up."""
 
     def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        settings = self.vllm_config.additional_config.get(CONFIG_KEY)
+        settings = _settings_in(self.vllm_config)
         if settings is not None and vllm_plugin.uses_drafter(self.vllm_config):
             from rollout_worker.drop_in.worker import attach
 
@@ -72,7 +105,7 @@ def _report_ends(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
         outputs = original(self, *args)
         core = self.engine_core
-        if core.vllm_config.additional_config.get(CONFIG_KEY) is not None:
+        if _settings_in(core.vllm_config) is not None:
             scheduler = core.scheduler
             if scheduler.finished_req_ids and not scheduler.has_unfinished_requests():
                 core.collective_rpc("das_finish", args=(list(scheduler.finished_req_ids),))

@@ -34,6 +34,8 @@ _MAX_PROBLEMS = 4096
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 """Seconds between attempts to write to a server that does not answer."""
 _WARNING_INTERVAL_S = 60.0
+_REPETITION = "#"
+"""Between the name of a run and a number, if the run repeats steps."""
 
 
 class Version(NamedTuple):
@@ -108,23 +110,43 @@ class RedisHistory:
     """Keeps rollouts in Redis, and lets a :class:`HistorySync` read those of all engines.
 
     An engine whose trainer names no steps counts from the newest version of its run. Otherwise, the rollouts of a run
-    that was restarted would be older than those before.
+    that was restarted would be older than those before. A trainer that names steps may begin with one that the run has
+    left behind, because it goes back to an old checkpoint, or because another training had the same name. The steps
+    then get generations of their own, under another name of the run.
     """
 
     def __init__(self, store: HistoryStore, sync: HistorySync, run: str, tokenizer: str) -> None:
         self._store, self._sync, self._run, self._tokenizer = store, sync, run, tokenizer
         self._first_version: int | None = None
         """The newest version of the run when the history was opened; None before."""
+        self._has_named_step = False
         self._problems: OrderedDict[str, None] = OrderedDict()
 
     def generation_of(self, version: Version) -> int:
         """Publish the version. A server that has lost its data needs that again."""
+        metadata = self._store.metadata
         if self._first_version is None:
-            metadata = self._store.metadata
             metadata.open(self._tokenizer)
-            names = [name.rpartition(":") for name in metadata.published_versions()]
-            self._first_version = max((int(number) for run, _, number in names if run == self._run), default=1)
-        return self._store.metadata.publish(self._run, self._number_of(version))
+            self._first_version = self._find_run()
+        generation = metadata.publish(self._run, self._number_of(version))
+        if version.is_step and not self._has_named_step:
+            if metadata.generation() - generation >= metadata.window:
+                name, _, repetition = self._run.partition(_REPETITION)
+                self._run = f"{name}{_REPETITION}{int(repetition or 1) + 1}"
+                generation = metadata.publish(self._run, version.number)
+            self._has_named_step = True
+        return generation
+
+    def _find_run(self) -> int:
+        """Use the newest name of the run, and return its newest version."""
+        versions = [
+            (generation, run, int(number))
+            for name, generation in self._store.metadata.published_versions().items()
+            for run, _, number in [name.rpartition(":")]
+            if run == self._run or run.startswith(self._run + _REPETITION)
+        ]
+        _, self._run, newest = max(versions, default=(0, self._run, 1))
+        return newest
 
     def close(self) -> None:
         """Neither read nor write any more."""

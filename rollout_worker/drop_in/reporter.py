@@ -40,18 +40,15 @@ class EngineState(NamedTuple):
 class EngineReporter:
     """A thread that reports an engine's state periodically, to a file of its machine and to the history."""
 
-    def __init__(
-        self, read: Callable[[], EngineState], number: int, reports: Callable[[], EngineReports | None]
-    ) -> None:
+    def __init__(self, read: Callable[[], EngineState], reports: Callable[[], EngineReports | None]) -> None:
         """Prepare the thread.
 
         Args:
             read: returns the engine's state.
-            number: number of the engine among those of its machine.
             reports: returns those in the history; None for a history in memory.
         """
         self._read, self._reports = read, reports
-        self._id, self._name = uuid.uuid4().hex, f"{socket.gethostname()}-{number}"
+        self._id, self._name = uuid.uuid4().hex, f"{socket.gethostname()}-{os.getpid()}"
         directory = os.environ.get(DIRECTORY_VARIABLE)
         self._file = None if directory is None else Path(directory) / f"{self._id}{_SUFFIX}"
         self._last = (time.monotonic(), 0.0)
@@ -70,11 +67,14 @@ class EngineReporter:
 
     def _run(self) -> None:
         while not self._stopping.wait(REPORT_INTERVAL_S):
-            report = self._make_report()
-            # The directory does not exist on other machines, nor when the process that made it has ended.
-            if self._file is not None and self._file.parent.is_dir():
-                write_report(self._file, report)
-            self._report(functools.partial(EngineReports.write, report=report))
+            try:
+                report = self._make_report()
+                # The directory does not exist on other machines, nor when the process that made it has ended.
+                if self._file is not None and self._file.parent.is_dir():
+                    write_report(self._file, report)
+                self._report(functools.partial(EngineReports.write, report=report))
+            except Exception:  # a later report may succeed
+                logger.warning("The engine's state cannot be reported.", exc_info=True)
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self._report(lambda reports: reports.remove(self._id))

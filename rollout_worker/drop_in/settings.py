@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.spec import PolicyName
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.redis_client.address import split_history_url
+from rollout_api.redis_client.address import split_history_url, without_password
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import cuda_graph_sizes, scheduled_tokens
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig, HistoryLocation
@@ -141,6 +141,13 @@ def settings_of(speculative_config: Any, environment: Mapping[str, str]) -> Drop
     return DropInSettings.parse({name.replace("-", "_"): value for name, value in speculative_config.items()})
 
 
+def for_log(speculative_config: Any) -> Any:
+    """Return what vLLM was passed as its speculative configuration, without the password of a history."""
+    if not isinstance(speculative_config, Mapping) or not isinstance(speculative_config.get("history"), str):
+        return speculative_config
+    return {**speculative_config, "history": without_password(speculative_config["history"])}
+
+
 def _settings_in(variable: str) -> Mapping[str, Any]:
     if not variable.startswith("{"):
         return {} if variable == _IN_MEMORY else {"history": variable}
@@ -190,15 +197,17 @@ def check_runner(vllm_config: Any, environment: Mapping[str, str], *, is_cpu: bo
     """Check that an engine on a GPU uses vLLM's V2 model runner, or V1 because the user has chosen it.
 
     Raises:
-        EngineError: if vLLM has chosen V1, with which drafting may cost more than it saves; or if V1 would give drafts
-            to one of several ranks that each schedule by themselves.
+        EngineError: if vLLM has chosen V1, with which drafting may cost more than it saves; if V1 would give drafts to
+            one of several ranks that each schedule by themselves; or if V1 has several pipeline stages.
     """
-    parallel = vllm_config.parallel_config
-    if (
-        not vllm_config.use_v2_model_runner
-        and parallel.distributed_executor_backend == _EXTERNAL_LAUNCHER
-        and parallel.world_size > 1
-    ):
+    parallel, uses_v1 = vllm_config.parallel_config, not vllm_config.use_v2_model_runner
+    if uses_v1 and parallel.pipeline_parallel_size > 1:
+        # It fails with any drafter (seen in 0.32).
+        raise EngineError(
+            f"vLLM's V1 model runner cannot draft with {parallel.pipeline_parallel_size} pipeline stages. Use V2, "
+            "which needs a GPU, or pipeline_parallel_size=1"
+        )
+    if uses_v1 and parallel.distributed_executor_backend == _EXTERNAL_LAUNCHER and parallel.world_size > 1:
         raise EngineError(
             f"An engine with {parallel.world_size} ranks and the distributed executor {_EXTERNAL_LAUNCHER!r} cannot "
             "draft with vLLM's V1 model runner. Use V2, which needs a GPU, or one rank for each engine, such as "

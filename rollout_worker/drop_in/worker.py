@@ -70,11 +70,16 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     requests = Requests(recorder, worker._das_loop.take_counts)
     worker._das_requests = requests
     worker._das_finish = worker.das_follow(requests.settings_of, requests.finish)
-    updates = [(worker, name) for name in dir(worker) if name.startswith(_UPDATES)]
+
+    def change_weights() -> None:
+        worker.das_interrupt_timing()
+        requests.change_weights()
+
+    updates = [(worker, name) for name in dir(worker) if name.startswith(_UPDATES) and callable(getattr(worker, name))]
     for owner, name in (*updates, (worker.model_runner.get_model(), "load_weights")):
-        _call_after(owner, name, lambda *_, **__: requests.change_weights())
+        _call_after(owner, name, lambda *_, **__: change_weights())
     # What the weights are then, only the trainer knows, which may write to their memory.
-    _call_after(worker, "sleep", lambda level=1: requests.change_weights() if level > 1 else None)
+    _call_after(worker, "sleep", lambda level=1: change_weights() if level > 1 else None)
     reporter = EngineReporter(
         lambda: EngineState(
             requests.version,
@@ -83,7 +88,6 @@ def _start(worker: Any, settings: DropInSettings) -> None:
             recorder.counters.recorded,
             recorder.counters.lost,
         ),
-        worker.vllm_config.parallel_config.data_parallel_rank,
         lambda: worker._das_sync.store.engines if recorder.is_shared else None,
     )
 

@@ -35,7 +35,8 @@ _MAX_CPU_ADAPTERS = 8
 """Adapters that vLLM keeps in main memory. It reads a dropped one again from its directory, and dies if that fails."""
 _IN_CORE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the process of the engine's core. vLLM replaces its short name, "uni", on CPUs."""
-_EXTENSIONS = "rollout_worker.engine.worker_extension"
+EXTENSIONS = "rollout_worker.engine.worker_extension"
+"""The module of the extensions of vLLM's workers in jobs."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "max_logprobs": MAX_KEPT_WIDTH,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
-        "worker_extension_cls": f"{_EXTENSIONS}.EngineExtension",
+        "worker_extension_cls": f"{EXTENSIONS}.EngineExtension",
     }
     if spec.kv_cache_memory is not None:
         settings["kv_cache_memory_bytes"] = int(parse_quantity(spec.kv_cache_memory))
@@ -148,7 +149,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             "model": PROPOSER,
             "num_speculative_tokens": config.drafting.max_draft_tokens,
         }
-        settings["worker_extension_cls"] = f"{_EXTENSIONS}.DraftingExtension"
+        settings["worker_extension_cls"] = f"{EXTENSIONS}.DraftingExtension"
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
     if not config.cpu:

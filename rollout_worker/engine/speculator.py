@@ -433,11 +433,11 @@ class DraftScheduling:
 
     def _forget_places(self, request_ids: set[str]) -> None:
         """Do not draft for requests that lose their rows, although a step with them may not have been drafted for."""
-        sampled = self._runner.speculator.sampled
-        for number, step in enumerate(sampled):
-            if not request_ids.isdisjoint(step.request_ids):
-                remaining = [_GONE if request_id in request_ids else request_id for request_id in step.request_ids]
-                sampled[number] = step._replace(request_ids=remaining)
+        for steps in (self._runner.speculator.sampled, self._taken):
+            for number, step in enumerate(steps):
+                if not request_ids.isdisjoint(step.request_ids):
+                    remaining = [_GONE if request_id in request_ids else request_id for request_id in step.request_ids]
+                    steps[number] = step._replace(request_ids=remaining)
 
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.

@@ -101,6 +101,26 @@ def test_engines_of_a_run_agree_on_the_generations_of_named_steps(redis_url: str
     assert [engine.generations[-1] for engine in engines] == [2, 3, 3]
 
 
+@pytest.mark.parametrize("first_step", [1, 60])
+def test_a_training_that_begins_with_an_old_step_of_its_run_is_recorded(redis_url: str, first_step: int) -> None:
+    def train(names: str, *steps: int) -> Engine:
+        engine = Engine(redis_url, "tokenizer", "run")
+        engine.recorder.start()
+        for step in steps:
+            version = Version(step, is_step=True)
+            engine.recorder.begin_version(version)
+            engine.recorder.record(rollout(step)._replace(rollout_id=f"{names} {step}", version=version))
+        engine.recorder.stop(TIMEOUT_S)
+        engine.close()
+        return engine
+
+    train("before", *range(1, 101))
+    engines = [train(name, first_step, first_step + 1) for name in ("one engine", "another of the same training")]
+    engines.append(train("after a restart", first_step + 1, first_step + 2))
+    assert [engine.recorder.counters.lost for engine in engines] == [0, 0, 0]
+    assert [engine.generations[-1] for engine in engines] == [102, 102, 103]
+
+
 def test_a_run_that_names_no_steps_goes_on_after_a_restart(redis_url: str) -> None:
     first = Engine(redis_url, "tokenizer", "run")
     record_all(first.recorder, [rollout(number, version=number) for number in range(1, 20)])

@@ -44,7 +44,7 @@ def store(redis_url: str) -> HistoryStore:
 def reporter(store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineReporter]:
     """The reporter of an engine, which runs."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    reporter = EngineReporter(lambda: EngineState(3, 2, STATS, recorded=6, lost=1), 0, lambda: store.engines)
+    reporter = EngineReporter(lambda: EngineState(3, 2, STATS, recorded=6, lost=1), lambda: store.engines)
     reporter.start()
     wait_for(lambda: bool(read_reports(tmp_path) and store.engines.read()), 60, "The engine does not report.")
     yield reporter
@@ -87,6 +87,14 @@ def test_an_engine_is_shown_until_it_ends(reporter: EngineReporter, redis_url: s
     assert "No engine without a job" in shown()
     assert '"engines": 0' in listed()
     assert [] == read_reports(tmp_path)
+
+
+def test_a_report_that_fails_does_not_prevent_later_ones(store: HistoryStore) -> None:
+    states = iter([EngineState(3, 2, {}, recorded=6, lost=1)])  # without statistics, the first report fails
+    reporter = EngineReporter(lambda: next(states, EngineState(3, 2, STATS, recorded=6, lost=1)), lambda: store.engines)
+    reporter.start()
+    wait_for(store.engines.read, 60, "The engine does not report any more.")
+    reporter.stop(60)
 
 
 def test_top_says_what_is_wrong_with_the_url_of_a_history(redis_url: str) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from rollout_store.job.engines import EngineError
 from rollout_worker import drafting_args
+from rollout_worker.drop_in.plugin import _environment_of, register
 from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE, DropInSettings, apply, check_runner, settings_of
-from rollout_worker.engine.config import cuda_graph_sizes
+from rollout_worker.engine.config import EXTENSIONS, cuda_graph_sizes
 
 URL = "redis://user:secret@redis.rl:6379/math?socket_timeout=3"
 
@@ -72,6 +73,27 @@ def test_a_variable_that_is_no_json_is_refused_without_its_secrets() -> None:
     with pytest.raises(EngineError, match=r"DAS_DRAFTING is neither .* nor valid JSON \(Expecting") as refused:
         settings_of(None, {VARIABLE: f"{{'history': '{URL}'}}"})
     assert "secret" not in str(refused.value)
+
+
+def test_the_arguments_that_vllm_logs_have_no_password() -> None:
+    from vllm.entrypoints.serve.utils import api_utils
+
+    register()
+    logged = api_utils.redact_sensitive_args({"model": "a model", **drafting_args(URL)})
+    assert logged["speculative_config"]["method"] == "das"
+    assert "redis.rl:6379/math" in str(logged)
+    assert "secret" not in str(logged)
+    assert api_utils.redact_sensitive_args({"model": "a model"}) == {"model": "a model"}
+
+
+@pytest.mark.parametrize("chosen", [{"runner": "pooling"}, {"worker_extension_cls": f"{EXTENSIONS}.EngineExtension"}])
+def test_the_variable_does_not_apply_to_engines_that_pool_or_belong_to_a_job(
+    chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "memory")
+    assert _environment_of(SimpleNamespace(**{"runner": "auto", "worker_extension_cls": "", **chosen})) == {}
+    others = SimpleNamespace(runner="auto", worker_extension_cls="trainer.Extension")
+    assert settings_of(None, _environment_of(others)) == DropInSettings()
 
 
 def test_engines_are_of_one_run_unless_they_name_another() -> None:
@@ -136,7 +158,7 @@ def configured(*, uses_v2: bool) -> SimpleNamespace:
     """Return what is read of vLLM's configuration."""
     return SimpleNamespace(
         use_v2_model_runner=uses_v2,
-        parallel_config=SimpleNamespace(world_size=2, distributed_executor_backend="mp"),
+        parallel_config=SimpleNamespace(world_size=2, distributed_executor_backend="mp", pipeline_parallel_size=1),
         _get_v2_model_runner_unsupported_features=lambda: ["pooling", "KV sharing"],
     )
 
@@ -147,3 +169,10 @@ def test_v1_is_refused_on_gpus_unless_the_user_has_chosen_it() -> None:
     check_runner(configured(uses_v2=False), {"VLLM_USE_V2_MODEL_RUNNER": "0"}, is_cpu=False)
     check_runner(configured(uses_v2=False), {}, is_cpu=True)
     check_runner(configured(uses_v2=True), {}, is_cpu=False)
+
+
+def test_v1_is_refused_with_several_pipeline_stages() -> None:
+    config = configured(uses_v2=False)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(EngineError, match="cannot draft with 2 pipeline stages"):
+        check_runner(config, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, is_cpu=True)

@@ -225,8 +225,10 @@ class CopyingExtension:
     """A trainer's extension that copies weights into the parameters, past vLLM's loaders."""
 
     model_runner: Any
+    update_weights_count = 0
 
     def update_weights_from_path(self, path: str) -> None:
         """Replace the weights; the name is that of prime-rl's method."""
         for parameter in self.model_runner.get_model().parameters():
             parameter.data.copy_(parameter.data)
+        self.update_weights_count += 1

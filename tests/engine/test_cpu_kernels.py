@@ -47,6 +47,15 @@ def find_kernel(name: str) -> tuple[Any, str, Any]:
     return module, attribute, getattr(module, attribute)
 
 
+@pytest.fixture(autouse=True)
+def _original_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo the replacements of engines that other tests have run in this process."""
+    for name in kernels():
+        module, attribute, kernel = find_kernel(name)
+        if isinstance(getattr(kernel, "func", None), KernelReplacement):
+            monkeypatch.setattr(module, attribute, kernel.func.original)
+
+
 @contextmanager
 def replaced(*, interpreted: bool = False) -> Iterator[None]:
     """Replace all kernels, and let the interpreter fail unless *interpreted*."""

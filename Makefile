@@ -32,7 +32,8 @@ test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interp
 
 test-next: VLLM := 0.33.0
 test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py \
-	tests/drop_in/test_lossless.py -k "greedy and (pipeline or one or ignore) or exact and one or completion_is_a_rollout"
+	tests/drop_in/test_lossless.py tests/drop_in/test_settings.py \
+	-k "greedy and (pipeline or one or ignore) or exact and one or completion_is_a_rollout or no_password"
 test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU build (VLLM, TESTS: pytest's arguments).
 	scripts/get-vllm $(VLLM)
 	[ ! -d .venv/vllm-$(VLLM) ] || $(V2) $(VENV)/pytest $(TESTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from rollout_worker.engine import vllm_plugin
 from rollout_worker.engine.config import EXTENSIONS
 
 _LOGGING_MODULES = ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.common.startup")
-"""Modules of vLLM 0.32 and 0.33 that log the arguments of an engine."""
+_REDACT = "redact_sensitive_args"
 
 
 def register() -> None:
@@ -30,9 +30,17 @@ def register() -> None:
     vllm_plugin.replace(EngineArgs, "create_engine_config", _create_engine_config)
     vllm_plugin.replace(WorkerWrapperBase, "initialize_from_config", _attach)
     if multiprocessing.parent_process() is None:  # others do not log arguments
-        for name in _LOGGING_MODULES:
-            with suppress(ModuleNotFoundError):
-                vllm_plugin.replace(importlib.import_module(name), "redact_sensitive_args", _redact_password)
+        for module in logging_modules():
+            vllm_plugin.replace(module, _REDACT, _redact_password)
+
+
+def logging_modules() -> Iterator[Any]:
+    """Yield the modules of vLLM that log the arguments of an engine: the first one in 0.32, the second in 0.33."""
+    for name in _LOGGING_MODULES:
+        with suppress(ModuleNotFoundError):
+            module = importlib.import_module(name)
+            if hasattr(module, _REDACT):
+                yield module
 
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 """Seconds between attempts to write to a server that does not answer."""
 _WARNING_INTERVAL_S = 60.0
 _REPETITION = "#"
-"""Between the name of a run and a number, if the run repeats steps."""
+"""Between the name of a run and the number of its repetition."""
 
 
 class Version(NamedTuple):
@@ -116,7 +116,9 @@ class RedisHistory:
     """
 
     def __init__(self, store: HistoryStore, sync: HistorySync, run: str, tokenizer: str) -> None:
-        self._store, self._sync, self._run, self._tokenizer = store, sync, run, tokenizer
+        self._store, self._sync, self._name, self._tokenizer = store, sync, run, tokenizer
+        self._repetition = 1
+        """How many times the run has begun with steps that it had left behind, from 1."""
         self._first_version: int | None = None
         """The newest version of the run when the history was opened; None before."""
         self._has_named_step = False
@@ -131,21 +133,24 @@ class RedisHistory:
         generation = metadata.publish(self._run, self._number_of(version))
         if version.is_step and not self._has_named_step:
             if metadata.generation() - generation >= metadata.window:
-                name, _, repetition = self._run.partition(_REPETITION)
-                self._run = f"{name}{_REPETITION}{int(repetition or 1) + 1}"
+                self._repetition += 1
                 generation = metadata.publish(self._run, version.number)
             self._has_named_step = True
         return generation
 
+    @property
+    def _run(self) -> str:
+        return self._name if self._repetition == 1 else f"{self._name}{_REPETITION}{self._repetition}"
+
     def _find_run(self) -> int:
-        """Use the newest name of the run, and return its newest version."""
-        versions = [
-            (generation, run, int(number))
-            for name, generation in self._store.metadata.published_versions().items()
-            for run, _, number in [name.rpartition(":")]
-            if run == self._run or run.startswith(self._run + _REPETITION)
-        ]
-        _, self._run, newest = max(versions, default=(0, self._run, 1))
+        """Continue the newest repetition of the run, and return its newest version."""
+        versions = []
+        for published, generation in self._store.metadata.published_versions().items():
+            run, _, number = published.rpartition(":")
+            name, _, repetition = (run if run != self._name else f"{run}{_REPETITION}1").rpartition(_REPETITION)
+            if name == self._name and repetition.isdigit():
+                versions.append((generation, int(repetition), int(number)))
+        _, self._repetition, newest = max(versions, default=(0, 1, 1))
         return newest
 
     def close(self) -> None:

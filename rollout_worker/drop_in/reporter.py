@@ -53,6 +53,7 @@ class EngineReporter:
         self._file = None if directory is None else Path(directory) / f"{self._id}{_SUFFIX}"
         self._last = (time.monotonic(), 0.0)
         """When the last report was made, and the number of tokens then."""
+        self._has_failed = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-reporter", daemon=True)
 
@@ -74,7 +75,9 @@ class EngineReporter:
                     write_report(self._file, report)
                 self._report(functools.partial(EngineReports.write, report=report))
             except Exception:  # a later report may succeed
-                logger.warning("The engine's state cannot be reported.", exc_info=True)
+                level = logging.DEBUG if self._has_failed else logging.WARNING
+                logger.log(level, "The engine's state cannot be reported; decoding goes on.", exc_info=True)
+                self._has_failed = True
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self._report(lambda reports: reports.remove(self._id))

@@ -104,7 +104,7 @@ def test_engines_of_a_run_agree_on_the_generations_of_named_steps(redis_url: str
 @pytest.mark.parametrize("first_step", [1, 60])
 def test_a_training_that_begins_with_an_old_step_of_its_run_is_recorded(redis_url: str, first_step: int) -> None:
     def train(names: str, *steps: int) -> Engine:
-        engine = Engine(redis_url, "tokenizer", "run")
+        engine = Engine(redis_url, "tokenizer", "run #a")
         engine.recorder.start()
         for step in steps:
             version = Version(step, is_step=True)
@@ -124,10 +124,11 @@ def test_a_training_that_begins_with_an_old_step_of_its_run_is_recorded(redis_ur
 def test_a_run_that_names_no_steps_goes_on_after_a_restart(redis_url: str) -> None:
     first = Engine(redis_url, "tokenizer", "run")
     record_all(first.recorder, [rollout(number, version=number) for number in range(1, 20)])
+    first.sync.store.metadata.publish("7", 50)  # a version of another run
     second = Engine(redis_url, "tokenizer", "run")
     record_all(second.recorder, [rollout(100, version=1), rollout(101, version=2)])
     assert second.recorder.counters.lost == 0
-    assert [generations_of(redis_url)[f"rollout {number}"] for number in (19, 100, 101)] == [19, 19, 20]
+    assert [generations_of(redis_url)[f"rollout {number}"] for number in (19, 100, 101)] == [19, 19, 21]
 
 
 def generations_of(url: str, problem: str = "p") -> dict[str, int]:

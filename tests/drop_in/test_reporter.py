@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
+from rollout_store.history.engine_reports import OwnEngineReport
 from rollout_store.history.store import HistoryStore
 from rollout_store.history_service.cli import app as history_app
 from rollout_tools.cli.main import app
@@ -95,6 +98,11 @@ def test_a_report_that_fails_does_not_prevent_later_ones(store: HistoryStore) ->
     reporter.start()
     wait_for(store.engines.read, 60, "The engine does not report any more.")
     reporter.stop(60)
+
+
+def test_a_report_of_a_newer_version_can_be_read() -> None:
+    report = OwnEngineReport("id", "host-1", 3, 2, 100.0, {"tokens": 250.0}, {})
+    assert OwnEngineReport.from_json(json.dumps(asdict(report) | {"temperature": 40})) == report
 
 
 def test_top_says_what_is_wrong_with_the_url_of_a_history(redis_url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_store.job.engines import EngineError
 from rollout_worker import drafting_args
-from rollout_worker.drop_in.plugin import _environment_of, register
+from rollout_worker.drop_in.plugin import _environment_of, logging_modules, register
 from rollout_worker.drop_in.settings import CONFIG_KEY, VARIABLE, DropInSettings, apply, check_runner, settings_of
 from rollout_worker.engine.config import EXTENSIONS, cuda_graph_sizes
 
@@ -76,14 +76,13 @@ def test_a_variable_that_is_no_json_is_refused_without_its_secrets() -> None:
 
 
 def test_the_arguments_that_vllm_logs_have_no_password() -> None:
-    from vllm.entrypoints.serve.utils import api_utils
-
     register()
-    logged = api_utils.redact_sensitive_args({"model": "a model", **drafting_args(URL)})
+    (module,) = logging_modules()
+    logged = module.redact_sensitive_args({"model": "a model", **drafting_args(URL)})
     assert logged["speculative_config"]["method"] == "das"
     assert "redis.rl:6379/math" in str(logged)
     assert "secret" not in str(logged)
-    assert api_utils.redact_sensitive_args({"model": "a model"}) == {"model": "a model"}
+    assert module.redact_sensitive_args({"model": "a model"}) == {"model": "a model"}
 
 
 @pytest.mark.parametrize("chosen", [{"runner": "pooling"}, {"worker_extension_cls": f"{EXTENSIONS}.EngineExtension"}])

@@ -8,7 +8,8 @@ with drafts from the engine's memory; and with drafts from a history in Redis, w
 epoch and continued from its checkpoint of the second. The trainings of a seed differ by one environment variable.
 
 Then, with the first seed, the server of the history fails in the third epoch: it is killed, filled, slow by half a
-second, or replaced by an empty one.
+second, or replaced by an empty one. Finally, two engines in two processes share a history. With ``--seeds 0``, this is
+all that is measured.
 
 All times are measured: those of vLLM's ``generate``. Drafts change which of the equally distributed responses are
 sampled, so rewards are compared as means, by a t test on the differences between the trainings of a seed.
@@ -38,8 +39,10 @@ from benchmarks.figures import Figure, report, spread
 from benchmarks.redis_server import redis_server
 from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
+from rollout_worker import drafting_args
 from tests.support.redis_servers import Server
 from tests.support.tcp_proxy import Proxy
+from tests.support.user_engine import UserEngine, vllm_on_cpus
 
 ROOT = Path(__file__).parents[1]
 EPOCHS = 4
@@ -48,6 +51,7 @@ PROBLEMS_PER_STEP, SAMPLES = 5, 8
 MAX_TOKENS = 512
 LEARNING_RATE = 1e-5
 CHECKPOINT = "step-1080"
+SHARED_CALLS = 20
 FAULTS = ("killed", "full", "slow by 500 ms", "replaced by an empty one")
 _CALLS = "generations.jsonl"
 _DRAFTING = "DAS_DRAFTING"
@@ -249,6 +253,30 @@ def run_with_fault(fault: str, seed: int, directory: Path) -> Training:
     return Training(f"Redis {fault}", seed, read_generations(directory))
 
 
+def measure_sharing() -> list[float]:
+    """Return how many seconds after a call of ``generate`` another engine can draft from all of its rollouts."""
+    model = ensure(default_cache() / "das" / "tiny-qwen3")[0].with_name(CHECKPOINT)
+    with redis_server() as url, vllm_on_cpus(model):
+        first, second = (UserEngine(model, **drafting_args(f"{url}/sharing")) for _ in range(2))
+
+        def wait(rollouts: int) -> float:
+            """Wait until the second engine has read so many rollouts, and return for how many seconds."""
+            started = time.perf_counter()
+            while second.stats()["history"]["rollouts"] < rollouts:
+                time.sleep(0.005)
+            return time.perf_counter() - started
+
+        rollouts = len(second.sample())  # An engine follows the problems that it has sampled.
+        wait(rollouts)
+        seconds = []
+        for _ in range(SHARED_CALLS):
+            rollouts += len(first.sample(temperature=1.0))
+            seconds.append(wait(rollouts))
+        first.close()
+        second.close()
+    return seconds
+
+
 def ratios(trainings: dict[tuple[str, int], Training], arm: str, epoch: int) -> list[float]:
     """Return for each seed how many times as long as *arm* the training without drafts has generated in an epoch."""
     return [
@@ -329,11 +357,17 @@ def main() -> int:
                     training = run_training(arm, seed, directory, None if arm == "plain" else "memory")
                 trainings[arm, seed] = training
                 print_training(training)
-        for fault in FAULTS:
+        for fault in FAULTS if trainings else ():
             training = run_with_fault(fault, 0, Path(work) / fault)
             trainings[training.arm, 0] = training
             print_training(training)
-    figures = figures_of(trainings)
+    sharing = measure_sharing()
+    figures = figures_of(trainings) if trainings else []
+    name = "seconds until another engine can draft from a rollout"
+    figures += [
+        Figure(f"{name}, median", statistics.median(sharing), "s", "", "<=", 1.0),
+        Figure(f"{name}, maximum", max(sharing), "s", "", "<=", 1.0),
+    ]
     report(
         args.json,
         figures,
@@ -342,6 +376,7 @@ def main() -> int:
             f"{arm}, epoch {epoch}": spread(ratios(trainings, arm, epoch))
             for arm in ("memory", "redis")
             for epoch in range(1, EPOCHS + 1)
+            if trainings
         },
         trainings=[asdict(training) for training in trainings.values()],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,9 @@ class UserEngine:
                 # OMP_NUM_THREADS has no effect on a process that has loaded torch. Two threads on a busy machine with
                 # two cores wait for each other in each operator.
                 torch.set_num_threads(1)
+                # vLLM looks for kernels in all modules. It fails at an object of this one, which claims to have any
+                # attribute (seen in 0.32), if another test has imported numba.
+                patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
             self.llm = LLM(str(model), **settings | arguments)
 
     def generate(self, **sampling: Any) -> list[Any]:

@@ -12,14 +12,13 @@ from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.accelerators import CAPTURED_SIZES
 from benchmarks.rollout_bench.engine import Drafter, EngineText, FinishedTurn, Turn
 from benchmarks.rollout_bench.policies import PolicySettings
-from benchmarks.rollout_bench.predicted_lengths import MarginalWithLengths, QueueState
 from benchmarks.suffix_drafters import PEERS_DIRECTORY, as_int32, suffix_tree
-from rollout_api.length_stats import LengthStats
 from rollout_store.arrays import Integers
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
+from rollout_worker.policy.predicted_lengths import LengthSource, MarginalWithLengths, QueueState
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
@@ -48,8 +47,7 @@ class IndexDrafter:
         index: SuffixIndex,
         policy: PolicySettings,
         clock: Callable[[], float],
-        lengths: Callable[[str], LengthStats],
-        overall_lengths: Callable[[], LengthStats],
+        lengths: LengthSource,
         *,
         sources: Sequence[str],
         max_tokens: int,
@@ -63,15 +61,14 @@ class IndexDrafter:
             index: the index, which other engines may share.
             policy: creates the draft policy.
             clock: the engine's clock, which never goes back.
-            lengths: returns the length statistics of a problem.
-            overall_lengths: returns those of all problems.
+            lengths: the lengths of earlier rollouts.
             sources: the sources of drafts.
             max_tokens: length at which responses are cut off.
             expert_share: share of the experts that one token uses; 0 in a dense model.
             governed: whether the governor limits the policy.
         """
         self._text, self._index = text, index
-        self._policy = policy.make(lengths, overall_lengths)
+        self._policy = policy.make(lengths)
         prior = H100_7B.with_experts(expert_share)
         controller = DraftController(self._policy, prior, graph_sizes=CAPTURED_SIZES, governed=governed)
         arrays = EngineArrays(text.token_ids, text.drafts, text.lengths)

@@ -25,14 +25,14 @@ from benchmarks.rollout_bench.engine import (
     Totals,
     TurnEnd,
 )
-from benchmarks.rollout_bench.predicted_lengths import LENGTH_QUANTILES, QueueState
 from benchmarks.rollout_bench.workload import Job, TrainingStep
 from benchmarks.traces import Tokens
 from rollout_api.length_stats import LengthStats
-from rollout_head.coordinator.remaining_length import remaining_quantiles
 from rollout_head.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingRequest
+from rollout_store.history.remaining_length import remaining_quantiles
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
+from rollout_worker.policy.predicted_lengths import LENGTH_QUANTILES, QueueState
 
 _FULL_ENGINE = EngineLoad("full", 1 << 30, 1 << 30, 0)
 """With it, the scheduler does not assign more rollouts to other engines than they can run."""

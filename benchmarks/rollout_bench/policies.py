@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from benchmarks.rollout_bench.das.policies import DasClasses, DasOptimal
-from benchmarks.rollout_bench.predicted_lengths import LengthsByProblem, MarginalWithLengths
-from rollout_api.length_stats import LengthStats
 from rollout_store.arrays import Integers
+from rollout_worker.policy.das.policies import DasClasses, DasOptimal
 from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy, Fixed, Marginal
+from rollout_worker.policy.predicted_lengths import LengthSource, MarginalWithLengths
 from rollout_worker.policy.step_cost import StepCost
 
 MAX_BATCHED_TOKENS = 8192
@@ -74,8 +71,8 @@ class PolicySettings:
         self._name, self._max_draft = name, max_draft
         self._min_survival, self._max_running = min_survival, max_running
 
-    def make(self, lengths: LengthsByProblem, overall: Callable[[], LengthStats]) -> DraftPolicy:
-        """Create the policy; *overall* returns the statistics of all problems."""
+    def make(self, lengths: LengthSource) -> DraftPolicy:
+        """Create the policy."""
         limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS)
         policy: DraftPolicy
         match self._name:
@@ -88,7 +85,7 @@ class PolicySettings:
             case "fixed-below":
                 policy = FixedBelow(limits, self._max_running)
             case "das-classes":
-                policy = DasClasses(limits, lengths, overall)
+                policy = DasClasses(limits, lengths)
             case "das-optimal":
                 policy = DasOptimal(limits, lengths)
             case name:

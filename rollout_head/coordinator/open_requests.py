@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_head.coordinator.remaining_length import SimilarRollouts
+from rollout_store.history.remaining_length import SimilarRollouts
 from rollout_store.history.store import NO_LENGTH_STATS
 
 _RUNNING_LENGTH_STEP = 64

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
 from rollout_head.coordinator.distributions import RolloutDistributions
-from rollout_head.coordinator.remaining_length import RemainingWork, estimate_remaining_work
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_head.coordinator.timeline import TimelineRecorder
+from rollout_store.history.remaining_length import RemainingWork, estimate_remaining_work
 from rollout_store.job import EngineReport, JobStore
 
 logger = logging.getLogger(__name__)

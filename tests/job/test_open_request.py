@@ -6,7 +6,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_head.coordinator.open_requests import OpenRequest, SiblingGroups, SiblingLengths
-from rollout_head.coordinator.remaining_length import estimate_remaining_work
+from rollout_store.history.remaining_length import estimate_remaining_work
 
 SHORT = LengthStats.from_lengths([(0, 10, False)] * 8)
 

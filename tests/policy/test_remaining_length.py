@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
-from rollout_head.coordinator.remaining_length import (
+from rollout_store.history.remaining_length import (
     SimilarRollouts,
     estimate_remaining_work,
     remaining_quantiles,

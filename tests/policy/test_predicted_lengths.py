@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rollout_bench.das.policies import DasClasses, DasOptimal
-from benchmarks.rollout_bench.predicted_lengths import (
+from rollout_api.length_stats import LengthStats
+from rollout_worker.policy.das.policies import DasClasses, DasOptimal
+from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.predicted_lengths import (
     LengthPredictingPolicy,
-    LengthsByProblem,
+    LengthSource,
     MarginalWithLengths,
     QueueState,
     last_probabilities,
 )
-from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 from tests.support.draft_policies import COSTS, assert_limits_are_respected, draft_length
 
-PolicyFactory = Callable[[DraftLimits, LengthsByProblem, LengthStats], LengthPredictingPolicy]
+PolicyFactory = Callable[[DraftLimits, LengthSource], LengthPredictingPolicy]
 POLICIES: dict[str, PolicyFactory] = {
-    "das-classes": lambda limits, lengths, overall: DasClasses(limits, lengths, lambda: overall),
-    "das-optimal": lambda limits, lengths, overall: DasOptimal(limits, lengths),
-    "marginal": lambda limits, lengths, overall: MarginalWithLengths(limits, lengths),
+    "das-classes": DasClasses,
+    "das-optimal": DasOptimal,
+    "marginal": MarginalWithLengths,
 }
 POSSIBLE_ENDS = st.integers(1, 5).flatmap(
     lambda points: st.lists(
@@ -52,16 +52,27 @@ def stats_of(*lengths: int) -> LengthStats:
     return LengthStats.from_lengths([(0, length, False) for length in lengths])
 
 
+class FixedLengths:
+    """Lengths of earlier rollouts, by problem."""
+
+    def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        self._problems = {problem: stats_of(*of_problem) for problem, of_problem in lengths.items()}
+        self._overall = stats_of(*itertools.chain.from_iterable(lengths.values()))
+
+    def of_problem(self, problem: str) -> LengthStats:
+        return self._problems[problem]
+
+    def overall(self) -> LengthStats:
+        return self._overall
+
+
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_budgets_respect_all_limits(make: PolicyFactory, data: st.DataObject) -> None:
     known = data.draw(st.lists(st.lists(st.integers(1, 500), max_size=5), min_size=1, max_size=4))
-    lengths = [stats_of(*of_problem) for of_problem in known]
-    overall = stats_of(*(length for of_problem in known for length in of_problem))
-    assert_limits_are_respected(
-        lambda limits: make(limits, lambda problem: lengths[int(problem)], overall), len(known), data
-    )
+    lengths = FixedLengths({str(number): of_problem for number, of_problem in enumerate(known)})
+    assert_limits_are_respected(lambda limits: make(limits, lengths), len(known), data)
 
 
 @pytest.mark.parametrize("name", ["das-classes", "das-optimal", "marginal"])
@@ -75,8 +86,8 @@ def test_budgets_respect_all_limits(make: PolicyFactory, data: st.DataObject) ->
 def test_rollouts_that_are_expected_to_be_longer_get_no_fewer_draft_tokens(
     name: str, lengths: list[int], probability: float, cost: StepCost, queued: int
 ) -> None:
-    problems = {str(number): stats_of(length, length + 10) for number, length in enumerate(sorted(lengths))}
-    policy = POLICIES[name](DraftLimits(16, 10_000), problems.__getitem__, stats_of(*lengths))
+    problems = {str(number): (length, length + 10) for number, length in enumerate(sorted(lengths))}
+    policy = POLICIES[name](DraftLimits(16, 10_000), FixedLengths(problems))
     rows = np.array([policy.open(problem, prompt_tokens=100, generated=0, max_tokens=10_000) for problem in problems])
     total_drafted = np.zeros(len(problems))
     steps = 12
@@ -94,8 +105,8 @@ def test_rollouts_that_are_expected_to_be_longer_get_no_fewer_draft_tokens(
 
 
 def test_marginal_prefers_the_rollout_that_ends_last() -> None:
-    problems = {"short": stats_of(100, 120), "long": stats_of(3000, 3100)}
-    policy = MarginalWithLengths(DraftLimits(16, 1000), problems.__getitem__)
+    problems = {"short": (100, 120), "long": (3000, 3100)}
+    policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(problems))
     rows = [
         policy.open(problem, prompt_tokens=100, generated=0, max_tokens=4000) for problem in ("short", "long", "short")
     ]
@@ -107,8 +118,8 @@ def test_marginal_prefers_the_rollout_that_ends_last() -> None:
 
 
 def test_marginal_treats_rollouts_alike_while_many_are_queued() -> None:
-    problems = {"short": stats_of(100, 120), "long": stats_of(300, 310)}
-    policy = MarginalWithLengths(DraftLimits(16, 1000), problems.__getitem__)
+    problems = {"short": (100, 120), "long": (300, 310)}
+    policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(problems))
     rows = np.array(
         [policy.open(problem, prompt_tokens=10, generated=0, max_tokens=4000) for problem in ("short", "long")]
     )
@@ -118,7 +129,7 @@ def test_marginal_treats_rollouts_alike_while_many_are_queued() -> None:
 
 
 def test_das_optimal_drafts_nothing_for_rollouts_that_end_before_the_batch() -> None:
-    policy = DasOptimal(DraftLimits(16, 1000), lambda problem: stats_of(3000 if problem == "long" else 210))
+    policy = DasOptimal(DraftLimits(16, 1000), FixedLengths({"long": (3000,), "short": (210,)}))
     rows = np.array(
         [policy.open(problem, prompt_tokens=10, generated=0, max_tokens=4000) for problem in ("long", "short")]
     )

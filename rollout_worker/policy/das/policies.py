@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.rollout_bench.das.acceptance_curve import AcceptanceCurve, DasAcceptance
-from benchmarks.rollout_bench.das.optimal import optimal_budgets
-from benchmarks.rollout_bench.predicted_lengths import LengthPredictingPolicy, LengthsByProblem, ReplanSchedule
-from rollout_api.length_stats import LengthClass, LengthStats
+from rollout_api.length_stats import LengthClass
 from rollout_store.arrays import Integers
+from rollout_worker.policy.das.acceptance_curve import AcceptanceCurve, DasAcceptance
+from rollout_worker.policy.das.optimal import optimal_budgets
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits
+from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, LengthSource, ReplanSchedule
 from rollout_worker.policy.step_cost import StepCost
 
 
@@ -24,12 +23,8 @@ class DasClasses(LengthPredictingPolicy):
     _RECLASSIFY_TOKENS = 64
     """Number of generated tokens after which a rollout is classified again."""
 
-    def __init__(
-        self, limits: DraftLimits, lengths: LengthsByProblem, overall_lengths: Callable[[], LengthStats]
-    ) -> None:
-        """Create a policy; *overall_lengths* returns the lengths of all problems' rollouts."""
+    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits, lengths)
-        self._overall_lengths = overall_lengths
         self._share, self._reclassify_at = Column(), Column()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
@@ -44,8 +39,8 @@ class DasClasses(LengthPredictingPolicy):
         generated = self._rollouts.generated[rows]
         for index in np.flatnonzero(generated >= self._reclassify_at[rows]):
             row = int(rows[index])
-            stats = self._lengths(self._problems[row])
-            length_class = stats.length_class(self._overall_lengths(), so_far=int(generated[index]))
+            stats = self._lengths.of_problem(self._problems[row])
+            length_class = stats.length_class(self._lengths.overall(), so_far=int(generated[index]))
             self._share.initialize(row, self._SHARES[length_class])
             self._reclassify_at.initialize(row, float(generated[index] + self._RECLASSIFY_TOKENS))
         shares = self._share[rows]
@@ -54,13 +49,13 @@ class DasClasses(LengthPredictingPolicy):
 
 
 class DasOptimal(LengthPredictingPolicy):
-    """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`benchmarks.rollout_bench.das.optimal`.
+    """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`rollout_worker.policy.das.optimal`.
 
     The draft tokens p_i of a rollout are spread evenly over the N steps until the batch ends. k_i and α_i are fitted to
     the drafts of its problem.
     """
 
-    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits, lengths)
         self._overall_curve = AcceptanceCurve(limits.per_rollout)
         self._problem_curves: dict[str, tuple[int, AcceptanceCurve]] = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_head.coordinator.remaining_length import remaining_quantiles
 from rollout_store.arrays import Floats, Integers, with_row
+from rollout_store.history.remaining_length import remaining_quantiles
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits, DraftPolicy
 from rollout_worker.policy.step_cost import StepCost
 
@@ -26,8 +25,17 @@ _MIN_REPLAN_INTERVAL_STEPS = 4
 _PREDICTED_SHARE = 0.5
 """Share of P(last) that follows from predicted lengths; the rest is the same for all rollouts."""
 
-LengthsByProblem = Callable[[str], LengthStats]
-"""Returns the length statistics of a problem, by problem id."""
+
+class LengthSource(Protocol):
+    """The lengths of earlier rollouts. No method waits for anything."""
+
+    def of_problem(self, problem: str) -> LengthStats:
+        """Return the length statistics of a problem, by problem id."""
+        ...
+
+    def overall(self) -> LengthStats:
+        """Return those of all problems."""
+        ...
 
 
 class QueueState(NamedTuple):
@@ -61,7 +69,7 @@ class ReplanSchedule:
 class LengthPredictingPolicy(DraftPolicy):
     """Base class of policies that predict the lengths of the running rollouts."""
 
-    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits)
         self._lengths = lengths
         self._problems: dict[int, str] = {}
@@ -90,7 +98,7 @@ class LengthPredictingPolicy(DraftPolicy):
         for row in rows[due].tolist():
             so_far, max_tokens = int(self._rollouts.generated[row]), int(self._rollouts.max_tokens[row])
             self._predicted_ends[row] = so_far + remaining_quantiles(
-                self._lengths(self._problems[row]),
+                self._lengths.of_problem(self._problems[row]),
                 generated=so_far,
                 max_tokens=max(max_tokens, so_far + 1),
                 count=LENGTH_QUANTILES,
@@ -109,7 +117,7 @@ class MarginalWithLengths(LengthPredictingPolicy):
     have ended, each rollout keeps at least half of 1/n.
     """
 
-    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits, lengths)
         self.queue = QueueState()
         """The rollouts that wait for a place in the batch."""

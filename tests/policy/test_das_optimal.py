@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rollout_bench.das.acceptance_curve import AcceptanceCurve
-from benchmarks.rollout_bench.das.optimal import draft_tokens_for, optimal_budgets
+from rollout_worker.policy.das.acceptance_curve import AcceptanceCurve
+from rollout_worker.policy.das.optimal import draft_tokens_for, optimal_budgets
 from rollout_worker.policy.step_cost import StepCost
 
 RolloutParameters = tuple[float, float, float]

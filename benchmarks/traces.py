@@ -54,6 +54,13 @@ class Trajectory:
         return sum(len(segment.tokens) for segment in self.segments if segment.generated)
 
 
+def named_files(text: str) -> tuple[str, Path]:
+    """Return name and path of a trace that is given as ``NAME=FILE`` or ``FILE``."""
+    name, separator, file = text.rpartition("=")
+    path = Path(file)
+    return (name if separator else path.name.split(".")[0]), path
+
+
 def load_tokenizer(file: Path) -> Tokenizer:
     """Load a ``tokenizer.json`` file, which may be gzipped."""
     data = file.read_bytes()
@@ -114,7 +121,7 @@ def _encode(parts: list[str | Tokens], tokenizer: Tokenizer | None) -> list[Toke
     return encoded
 
 
-def by_problem(trajectories: list[Trajectory]) -> dict[str, list[Trajectory]]:
+def by_problem(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
     """Group trajectories by problem, in the order of the trace."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import neg
+from operator import mul, neg
 
 from typing_extensions import Self
 
@@ -56,6 +57,10 @@ class LengthStats:
     """Mean of min(length, :attr:`longest`); 0 without rollouts."""
     longest: int
     """Greatest observed length, of a rollout that ended or was cut off; 0 without rollouts."""
+    mean_log: float
+    """Mean of the natural logarithm of min(length, :attr:`longest`); 0 without rollouts."""
+    deviation_log: float
+    """Standard deviation of that logarithm."""
     _ends: tuple[int, ...] = field(repr=False)
     """Lengths at which rollouts ended by themselves, in ascending order."""
     _survival: tuple[float, ...] = field(repr=False)
@@ -96,12 +101,19 @@ class LengthStats:
             survival.append(probability)
         longest = max((length for _, length, _ in rollouts), default=0)
         areas = zip(pairwise([0, *ends, longest]), [1.0, *survival], strict=True)
+        shares = [before - after for before, after in pairwise([1.0, *survival, 0.0])]
+        logs = [math.log(max(length, 1)) for length in [*ends, longest]]
+        mean_log = sum(map(mul, shares, logs))
         return cls(
             count=len(rollouts),
             weight=at_risk,
             censored_share=sum(censored.values()) / at_risk if rollouts else 0.0,
             mean=sum((stop - start) * height for (start, stop), height in areas),
             longest=longest,
+            mean_log=mean_log,
+            deviation_log=math.sqrt(
+                sum(share * (log - mean_log) ** 2 for share, log in zip(shares, logs, strict=True))
+            ),
             _ends=tuple(ends),
             _survival=tuple(survival),
         )

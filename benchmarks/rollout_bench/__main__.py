@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from benchmarks.rollout_bench.comparison import figures_of
 from benchmarks.rollout_bench.job import JobSimulation, StepResult
 from benchmarks.rollout_bench.methods import RIVALS
 from benchmarks.rollout_bench.page import write_page
-from benchmarks.rollout_bench.workload import Half, Job, make_job
-from benchmarks.traces import Trajectory, load_tokenizer, read_trace
+from benchmarks.rollout_bench.workload import Half, Job, make_job, make_long_tail_job
+from benchmarks.traces import Trajectory, load_tokenizer, named_files, read_trace
 
 MAX_TOKENS = 16_384
 """Length at which responses are cut off. Most recorded responses that are longer are loops."""
@@ -37,6 +37,10 @@ class Case(NamedTuple):
     engines: int
     batch: int
     method: str
+    blocks: int
+    """Number of training steps of an epoch."""
+    seed: int | None
+    """Determines lengths with a long tail; None for the recorded lengths."""
     values: tuple[tuple[str, Any], ...]
     """The values that the method is created with."""
 
@@ -48,25 +52,28 @@ class Case(NamedTuple):
 
 _traces: dict[str, list[Trajectory]] = {}
 """By name; the simulating processes inherit it from the main process."""
-_jobs: dict[tuple[str, bool, Half], Job] = {}
 
 
 def simulate(case: Case) -> list[StepResult]:
     """Simulate one case."""
-    key = case.trace, case.without_loops, case.half
-    if key not in _jobs:
-        _jobs[key] = make_job(
-            _traces[case.trace],
-            case.half,
-            max_blocks=TUNING_BLOCKS if case.half == "tuning" else None,
-            max_tokens=MAX_TOKENS,
-            without_loops=case.without_loops,
-        )
+    job = job_of(case)
     method = RIVALS[case.method].make(**dict(case.values))
-    simulation = JobSimulation(
-        _jobs[key], method, ACCELERATORS[case.accelerator], engines=case.engines, batch=case.batch
-    )
+    simulation = JobSimulation(job, method, ACCELERATORS[case.accelerator], engines=case.engines, batch=case.batch)
     return list(simulation.run())
+
+
+def job_of(case: Case) -> Job:
+    """Return the job of a case."""
+    if case.seed is not None:
+        return make_long_tail_job(_traces[case.trace], case.half, rollouts=case.batch, seed=case.seed)
+    return make_job(
+        _traces[case.trace],
+        case.half,
+        blocks=case.blocks,
+        max_blocks=TUNING_BLOCKS if case.half == "tuning" else None,
+        max_tokens=MAX_TOKENS,
+        without_loops=case.without_loops,
+    )
 
 
 class Results:
@@ -102,6 +109,8 @@ class Results:
 def tune(pool: Any, results: Results, cases: Sequence[Case]) -> dict[Case, Case]:
     """Choose the values of each method on the tuning half; first those of its grid, then the order if it is tuned.
 
+    If there are several seeds, the first is used.
+
     Args:
         pool: simulates.
         results: the known results.
@@ -110,7 +119,7 @@ def tune(pool: Any, results: Results, cases: Sequence[Case]) -> dict[Case, Case]
     Returns:
         Each case with the values for the half that is reported.
     """
-    tuning = [case._replace(half="tuning") for case in cases]
+    tuning = [case._replace(half="tuning", seed=case.seed and 0) for case in cases]
     candidates = {
         case: [
             case._replace(values=tuple({**values, **RIVALS[case.method].first_order}.items()))
@@ -130,14 +139,7 @@ def tune(pool: Any, results: Results, cases: Sequence[Case]) -> dict[Case, Case]
     for case, other in in_order.items():
         if results.seconds(other) < results.seconds(best[case]):
             best[case] = other
-    return {case: best[one]._replace(half="report") for case, one in zip(cases, tuning, strict=True)}
-
-
-def named_files(text: str) -> tuple[str, Path]:
-    """Return name and path of a trace that is given as ``NAME=FILE`` or ``FILE``."""
-    name, separator, file = text.rpartition("=")
-    path = Path(file)
-    return (name if separator else path.name.split(".")[0]), path
+    return {case: best[one]._replace(half="report", seed=case.seed) for case, one in zip(cases, tuning, strict=True)}
 
 
 def main() -> None:
@@ -152,6 +154,10 @@ def main() -> None:
         "--methods", default=",".join(name for name in RIVALS if name != "suffix-gpu"), help="[all but suffix-gpu]"
     )
     parser.add_argument("--loops", default="with", help="with, without or both: responses that loop [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=5, help="training steps in each epoch [%(default)s]")
+    parser.add_argument(
+        "--long-tail", type=int, metavar="SEEDS", help="give the responses lengths with a long tail, once for each seed"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at the same time")
     parser.add_argument("--cache", type=Path, help="file that keeps the simulated cases, to continue an aborted run")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -170,8 +176,9 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     cases = [
-        Case(trace, without_loops, "report", accelerator, engines, options.batch, method, ())
+        Case(trace, without_loops, "report", accelerator, engines, options.batch, method, options.blocks, seed, ())
         for trace in _traces
+        for seed in (range(options.long_tail) if options.long_tail else (None,))
         for without_loops in loops
         for accelerator in accelerators
         for engines in map(int, options.engines.split(","))
@@ -181,10 +188,20 @@ def main() -> None:
     with multiprocessing.get_context("fork").Pool(options.processes, maxtasksperchild=1) as pool:
         tuned = tune(pool, results, cases)
         results.simulate(pool, tuned.values())
-    rows = [row_of(case, results[case]) for case in tuned.values()]
+    rows = rows_of(results, tuned.values())
     report(options.json, figures_of(rows), rows=rows)
     if options.page is not None:
         write_page(options.page, rows)
+
+
+def rows_of(results: Results, cases: Iterable[Case]) -> list[dict[str, Any]]:
+    """Return the JSON objects of all cases; those that differ only by their seed become one."""
+    steps: dict[Case, list[StepResult]] = {}
+    for case in cases:
+        seed = case.seed or 0
+        numbered = [replace(step, block=step.block + 100 * seed) for step in results[case]]
+        steps.setdefault(case._replace(seed=None if case.seed is None else 0), []).extend(numbered)
+    return [row_of(case, of_case) for case, of_case in steps.items()]
 
 
 def row_of(case: Case, steps: Sequence[StepResult]) -> dict[str, Any]:
@@ -192,6 +209,7 @@ def row_of(case: Case, steps: Sequence[StepResult]) -> dict[str, Any]:
     rollout_steps = sum(step.rollout_steps for step in steps)
     return {
         **case._asdict(),
+        "trace": case.trace if case.seed is None else f"{case.trace} with a long tail",
         "values": dict(case.values),
         "seconds": [step.seconds for step in steps],
         "epochs": [step.epoch for step in steps],

@@ -12,9 +12,11 @@ from benchmarks.figures import Figure
 
 OURS = "das-rollout"
 RUN_AHEAD = "das-rollout-run-ahead"
+LENGTHS = "with-lengths"
+KNOWN_LENGTHS = "known-lengths"
 OWN_METHODS = (
     "constant-threshold",
-    "with-lengths",
+    LENGTHS,
     OURS,
     "das-rollout-drafts-first",
     RUN_AHEAD,
@@ -22,6 +24,19 @@ OWN_METHODS = (
 )
 """This project's method and its variants."""
 BOUND = "clairvoyant"
+LENGTH_METHODS = (
+    KNOWN_LENGTHS,
+    LENGTHS,
+    "das-classes",
+    "das-classes-threshold",
+    "das-optimal",
+    "das-optimal-threshold",
+)
+"""Methods whose drafts depend on predicted lengths, or on the real ones."""
+MIN_SHARE_OF_BOUND = 0.5
+"""Share of the gain with known lengths that predicted lengths aim at."""
+MAX_LOSS = 1.005
+"""The longest that a job may take with predicted lengths, relative to the same policy without."""
 MIN_SAVED, MIN_SAVED_WITHOUT_HISTORY = 0.7, 0.35
 """Shares of the makespan of plain decoding that this project aims to save: with 128 rollouts on eight engines of a 7B
 model, and in the epoch without history."""
@@ -84,7 +99,7 @@ def by_setting(rows: Iterable[Row]) -> dict[SettingKey, dict[str, Row]]:
 
 def best_rival(methods: Mapping[str, Row]) -> Row | None:
     """Return the fastest method that is not this project's."""
-    rivals = [row for name, row in methods.items() if name not in (*OWN_METHODS, BOUND)]
+    rivals = [row for name, row in methods.items() if name not in (*OWN_METHODS, BOUND, KNOWN_LENGTHS)]
     return min(rivals, key=lambda row: float(sum(row["seconds"])), default=None)
 
 
@@ -99,6 +114,8 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 figures.append(
                     Figure(f"makespan of {method} (simulated), {name}", interval.ratio, "x", "none", "<=", None)
                 )
+        if KNOWN_LENGTHS in methods and OURS in methods:
+            figures += _length_figures(name, methods)
         for method in (OURS, RUN_AHEAD):
             if plain is not None and method in methods:
                 saved = 1 - compare(methods[method], plain).ratio
@@ -124,4 +141,26 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
             Figure(f"makespan of {OURS} (simulated), {name}", interval.ratio, "x", peer, "<=", 1.0),
             Figure(f"upper bound of the 95 % interval, {name}", interval.high, "x", peer, "<=", None),
         ]
+    return figures
+
+
+def _length_figures(name: str, methods: Mapping[str, Row]) -> list[Figure]:
+    """Return what the policies that depend on lengths gain over the one that does not."""
+    figures = []
+    for method in LENGTH_METHODS:
+        if method not in methods:
+            continue
+        for epoch in (None, *sorted(set(methods[method]["epochs"]))):
+            interval = compare(methods[method], methods[OURS], epoch)
+            case = f"{method} (simulated), {name}{'' if epoch is None else f', epoch {epoch}'}"
+            target = MAX_LOSS if method == LENGTHS and epoch is None else None
+            figures += [
+                Figure(f"makespan of {case}", interval.ratio, "x", OURS, "<=", target),
+                Figure(f"lower bound of the 95 % interval, {case}", interval.low, "x", OURS, "<=", None),
+                Figure(f"upper bound of the 95 % interval, {case}", interval.high, "x", OURS, "<=", None),
+            ]
+    if LENGTHS in methods:
+        gain, bound = (1 / compare(methods[method], methods[OURS]).ratio - 1 for method in (LENGTHS, KNOWN_LENGTHS))
+        share = f"gain of {LENGTHS} over {OURS} (simulated), {name}"
+        figures.append(Figure(share, gain / bound, "of the bound's", KNOWN_LENGTHS, ">=", MIN_SHARE_OF_BOUND))
     return figures

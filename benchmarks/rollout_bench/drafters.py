@@ -11,14 +11,14 @@ import numpy as np
 from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.accelerators import CAPTURED_SIZES
 from benchmarks.rollout_bench.engine import Drafter, EngineText, FinishedTurn, Turn
-from benchmarks.rollout_bench.policies import PolicySettings
+from benchmarks.rollout_bench.policies import KNOWN_END_MARGIN, PolicySettings, WithKnownLengths
 from benchmarks.suffix_drafters import PEERS_DIRECTORY, as_int32, suffix_tree
 from rollout_store.arrays import Integers
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.predicted_lengths import LengthSource, MarginalWithLengths, QueueState
+from rollout_worker.policy.predicted_lengths import LengthSource
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
@@ -68,7 +68,7 @@ class IndexDrafter:
             governed: whether the governor limits the policy.
         """
         self._text, self._index = text, index
-        self._policy = policy.make(lengths)
+        self._policy = policy.make(lengths, len(text.token_ids))
         prior = H100_7B.with_experts(expert_share)
         controller = DraftController(self._policy, prior, graph_sizes=CAPTURED_SIZES, governed=governed)
         arrays = EngineArrays(text.token_ids, text.drafts, text.lengths)
@@ -77,6 +77,7 @@ class IndexDrafter:
         self._requests: dict[int, str] = {}
         self._num_opened = 0
         self._sources, self._max_tokens = tuple(sources), max_tokens
+        self._knows_lengths = isinstance(self._policy, WithKnownLengths)
 
     @property
     def cost(self) -> StepCost:
@@ -87,11 +88,6 @@ class IndexDrafter:
         """Tell the controller that a training step has begun."""
         self._controller.set_generation(generation)
 
-    def set_queue(self, queue: QueueState) -> None:
-        """Tell the policy about the rollouts that wait for this engine."""
-        if isinstance(self._policy, MarginalWithLengths):
-            self._policy.queue = queue
-
     def open(self, place: int, turn: Turn) -> None:
         """See :class:`Drafter`."""
         self._num_opened += 1
@@ -99,7 +95,7 @@ class IndexDrafter:
         settings = DraftSettings(
             request_id,
             turn.problem,
-            max_tokens=self._max_tokens,
+            max_tokens=turn.length + KNOWN_END_MARGIN if self._knows_lengths else self._max_tokens,
             sources=self._sources,
             later_turn=len(turn.context) > 0,
             prefix_tokens=len(turn.generated),

@@ -45,6 +45,8 @@ class Turn(NamedTuple):
     """Earlier turns of the model and of its environment."""
     generated: Tokens
     """Tokens of the turn that another engine has sampled."""
+    length: int = 0
+    """Number of tokens of the whole turn, which no drafter can know."""
     is_copy: bool = False
     """Whether another engine runs the same rollout."""
 
@@ -298,7 +300,8 @@ class SimulatedEngine:
         self._position[place], self._length[place] = rollout.position, len(rollout.turn)
         self._unprocessed[place] = unprocessed
         if self.drafter is not None:
-            turn = Turn(rollout.id, rollout.problem, prompt, rollout.context, generated, rollout.is_copy)
+            length = len(rollout.turn)
+            turn = Turn(rollout.id, rollout.problem, prompt, rollout.context, generated, length, rollout.is_copy)
             self.drafter.open(place, turn)
 
     def remove(self, rollout: Rollout) -> None:

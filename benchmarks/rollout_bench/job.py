@@ -32,7 +32,7 @@ from rollout_head.coordinator.scheduler import EngineLoad, ProbeThenLongest, Wai
 from rollout_store.history.remaining_length import remaining_quantiles
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.policy.predicted_lengths import LENGTH_QUANTILES, QueueState
+from rollout_worker.policy.predicted_lengths import LENGTH_QUANTILES
 
 _FULL_ENGINE = EngineLoad("full", 1 << 30, 1 << 30, 0)
 """With it, the scheduler does not assign more rollouts to other engines than they can run."""
@@ -145,15 +145,6 @@ class RolloutQueue:
 
     def __len__(self) -> int:
         return self._scheduler.waiting()
-
-    def expected_tokens(self) -> float:
-        """Return the expected number of tokens of all waiting rollouts."""
-        return float(
-            sum(
-                self._lengths.expected(self._problems[waiting.request_id]) * len(waiting.samples)
-                for waiting in self._scheduler.requests()
-            )
-        )
 
     def update_prediction(self, problem: str) -> None:
         """Predict the lengths of a problem's waiting rollouts again."""
@@ -281,7 +272,6 @@ class JobSimulation:
                 self._start_copies()
             busy = [engine for engine in self._engines if engine.is_busy]
             engine = min(busy, key=lambda one: one.clock)
-            self._set_queue(queue, engine)
             for end in engine.step():
                 left -= self._end_turn(end, engine, number, queue, result)
             if method.chunk_tokens:
@@ -313,15 +303,6 @@ class JobSimulation:
             has_begun = rollout.id in chunk_starts
             chunk_starts[rollout.id] = rollout.generated
             engine.start(rollout, has_cached_context=has_begun)
-
-    def _set_queue(self, queue: RolloutQueue, engine: SimulatedEngine) -> None:
-        if not isinstance(engine.drafter, IndexDrafter):
-            return
-        state = QueueState()
-        if len(queue):
-            share = len(engine.running) / sum(len(other.running) for other in self._engines)
-            state = QueueState(max(1, round(len(queue) * share)), queue.expected_tokens() * share)
-        engine.drafter.set_queue(state)
 
     def _end_turn(
         self, end: TurnEnd, engine: SimulatedEngine, number: int, queue: RolloutQueue, result: StepResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,22 +148,9 @@ def _suffix_gpu(*, min_token_prob: float, longest_first: bool) -> Method:
     )
 
 
-def _das(*, policy: str, min_survival: float = 0.0, max_draft: int = 16, longest_first: bool) -> Method:
-    return Method(
-        _index(policy, max_draft=max_draft, min_survival=min_survival),
-        max_draft=max_draft,
-        host_s=host_s,
-        longest_first=longest_first,
-    )
-
-
-def _tlt(*, max_running: int, max_draft: int, longest_first: bool) -> Method:
-    return Method(
-        _index("fixed-below", max_draft=max_draft, max_running=max_running),
-        max_draft=max_draft,
-        host_s=host_s,
-        longest_first=longest_first,
-    )
+def _tlt(*, max_running: int, max_draft: int) -> Method:
+    drafter = _index("fixed-below", max_draft=max_draft, max_running=max_running)
+    return replace(_ours(max_draft=max_draft), make_drafter=drafter)
 
 
 def _srt(*, min_token_prob: float, longest_first: bool) -> Method:
@@ -251,6 +238,8 @@ def _clairvoyant() -> Method:
 
 
 _PAPER = "reimplemented from the paper"
+_ONLY_POLICY = "with this project's drafts, history, scheduling and governor"
+_LENGTHS = [{"max_draft": value} for value in (8, 16)]
 _TOKEN_PROBABILITIES = [{"min_token_prob": value} for value in (0.1, 0.3, 0.5, 0.7)]
 _SURVIVALS = (0.2, 0.35, 0.5, 0.65)
 _OUR_GRID = [{"max_draft": value} for value in (8, 16, 32)]
@@ -275,17 +264,23 @@ RIVALS: dict[str, Rival] = {
         "reimplemented from a description of vLLM's code",
     ),
     "suffix-gpu": Rival(_suffix_gpu, _TOKEN_PROBABILITIES[1:], "suffix-gpu's code"),
-    "das-classes": Rival(lambda **values: _das(policy="das-classes", **values), [{}, {"max_draft": 8}], _PAPER),
-    "das-classes-threshold": Rival(
-        lambda **values: _das(policy="das-classes", **values),
-        [{"min_survival": value} for value in _SURVIVALS],
-        f"{_PAPER}, with a threshold",
+    "das-classes": Rival(
+        lambda **values: _ours(policy="das-classes", **values), _LENGTHS, f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
     ),
-    "das-optimal": Rival(lambda **values: _das(policy="das-optimal", **values), [{}, {"max_draft": 8}], _PAPER),
-    "das-optimal-threshold": Rival(
-        lambda **values: _das(policy="das-optimal", **values),
+    "das-classes-threshold": Rival(
+        lambda **values: _ours(policy="das-classes", **values),
         [{"min_survival": value} for value in _SURVIVALS],
-        f"{_PAPER}, with a threshold",
+        f"{_PAPER}, with a threshold, {_ONLY_POLICY}",
+        tunes_order=False,
+    ),
+    "das-optimal": Rival(
+        lambda **values: _ours(policy="das-optimal", **values), _LENGTHS, f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
+    ),
+    "das-optimal-threshold": Rival(
+        lambda **values: _ours(policy="das-optimal", **values),
+        [{"min_survival": value} for value in _SURVIVALS],
+        f"{_PAPER}, with a threshold, {_ONLY_POLICY}",
+        tunes_order=False,
     ),
     "tlt": Rival(
         _tlt,
@@ -293,7 +288,8 @@ RIVALS: dict[str, Rival] = {
             {"max_running": running, "max_draft": draft}
             for running, draft in ((8, 8), (8, 16), (32, 4), (32, 8), (128, 4))
         ],
-        f"{_PAPER}, with this project's drafts",
+        f"{_PAPER}, {_ONLY_POLICY}",
+        tunes_order=False,
     ),
     "srt": Rival(_srt, _TOKEN_PROBABILITIES, _PAPER),
     "bubblespec": Rival(_bubblespec, _TOKEN_PROBABILITIES, _PAPER),
@@ -315,7 +311,13 @@ RIVALS: dict[str, Rival] = {
     "with-lengths": Rival(
         lambda **values: _ours(policy="marginal-with-lengths", **values),
         _OUR_GRID,
-        "this project with predicted lengths in its budgets, which it does not have",
+        "this project's marginal-with-lengths",
+        tunes_order=False,
+    ),
+    "known-lengths": Rival(
+        lambda **values: _ours(policy="known-lengths", **values),
+        _OUR_GRID,
+        "a bound for it: it knows the length of each rollout",
         tunes_order=False,
     ),
     "das-rollout": Rival(_ours, _OUR_GRID, "this project", tunes_order=False),

@@ -21,6 +21,7 @@ from benchmarks.figures import compact_svg
 from benchmarks.rollout_bench.accelerators import ACCELERATORS
 from benchmarks.rollout_bench.comparison import (
     BOUND,
+    KNOWN_LENGTHS,
     OURS,
     OWN_METHODS,
     Row,
@@ -130,7 +131,7 @@ def _plot(methods: Mapping[str, Row]) -> str:
     import matplotlib.pyplot as plt
 
     fastest = sorted(methods, key=lambda name: float(sum(methods[name]["seconds"])))
-    shown = [name for name in fastest if name not in ("none", BOUND, *OWN_METHODS)][:_PLOTTED]
+    shown = [name for name in fastest if name not in ("none", BOUND, KNOWN_LENGTHS, *OWN_METHODS)][:_PLOTTED]
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
     shares = 1 - np.array(_END_SHARES) / 100
     for axis, step, title in zip(axes, (0, -1), ("first training step", "last training step"), strict=True):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from rollout_store.arrays import Integers
+from rollout_store.arrays import Floats, Integers
 from rollout_worker.policy.das.policies import DasClasses, DasOptimal
-from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy, Fixed, Marginal
-from rollout_worker.policy.predicted_lengths import LengthSource, MarginalWithLengths
+from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy, Fixed, Marginal, Position
+from rollout_worker.policy.marginal_with_lengths import NUM_QUANTILES, MarginalWithLengths
+from rollout_worker.policy.predicted_lengths import LengthSource
 from rollout_worker.policy.step_cost import StepCost
 
 MAX_BATCHED_TOKENS = 8192
 """Maximum tokens of a verification step, as vLLM sets it on an H100."""
+KNOWN_END_MARGIN = 64
+"""Number of tokens beyond its end at which a rollout of known length is cut off, so that drafts may exceed its end."""
 
 
 class FixedBelow(Fixed):
@@ -45,14 +50,31 @@ class WithThreshold(DraftPolicy):
         """See :meth:`DraftPolicy.add_unobserved`."""
         self._policy.add_unobserved(row, tokens)
 
-    def close(self, row: int) -> None:
+    def close(self, row: int, *, ended: bool = True) -> None:
         """See :meth:`DraftPolicy.close`."""
-        self._policy.close(row)
+        self._policy.close(row, ended=ended)
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         budgets = self._policy.compute_budgets(rows, cost)
         return budgets._replace(min_survivals=np.full(len(rows), self._min_survival))
+
+
+class WithKnownLengths(MarginalWithLengths):
+    """Knows how long each rollout will be: it is cut off :data:`KNOWN_END_MARGIN` tokens later."""
+
+    trust = 1.0
+
+    def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
+        """Do nothing."""
+        return 0
+
+    def _has_predictions(self, rows: Integers) -> bool:
+        return True
+
+    def _log_rests(self, rows: Integers) -> Floats:
+        rests = self._rollouts.max_tokens[rows] - KNOWN_END_MARGIN - self._rollouts.generated[rows]
+        return np.log(np.maximum(rests, 1.0))[:, None].repeat(NUM_QUANTILES, axis=1)
 
 
 class PolicySettings:
@@ -62,8 +84,8 @@ class PolicySettings:
         """Choose a policy.
 
         Args:
-            name: ``marginal``, ``marginal-with-lengths``, ``fixed``, ``fixed-below``, ``das-classes`` or
-                ``das-optimal``.
+            name: ``marginal``, ``marginal-with-lengths``, ``known-lengths``, ``fixed``, ``fixed-below``,
+                ``das-classes`` or ``das-optimal``.
             max_draft: maximum number of tokens of a draft.
             min_survival: survival below which all drafts end; 0 leaves that to the policy.
             max_running: for ``fixed-below``.
@@ -71,15 +93,17 @@ class PolicySettings:
         self._name, self._max_draft = name, max_draft
         self._min_survival, self._max_running = min_survival, max_running
 
-    def make(self, lengths: LengthSource) -> DraftPolicy:
-        """Create the policy."""
+    def make(self, lengths: LengthSource, max_running: int) -> DraftPolicy:
+        """Create the policy of an engine that decodes up to *max_running* rollouts at once."""
         limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS)
         policy: DraftPolicy
         match self._name:
             case "marginal":
                 policy = Marginal(limits)
             case "marginal-with-lengths":
-                policy = MarginalWithLengths(limits, lengths)
+                policy = MarginalWithLengths(limits, lengths, max_running)
+            case "known-lengths":
+                policy = WithKnownLengths(limits, lengths, max_running)
             case "fixed":
                 policy = Fixed(limits)
             case "fixed-below":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,10 @@ Half = Literal["tuning", "report"]
 
 MAX_SAMPLES = 32
 """Maximum number of rollouts of a problem in a training step."""
+_LONG_TAIL_SAMPLES = 8
+"""Number of rollouts of a problem in a training step with a long tail."""
+_MEDIAN_TOKENS = 500.0
+_LONG_TAIL_TOKENS = 4096
 _LOOP_TOKENS = 1024
 """A response loops if its last tokens, at least this number, repeat a shorter text."""
 _MAX_PERIOD = 256
@@ -138,6 +143,46 @@ def make_job(
                 steps.append(TrainingStep(epoch, block, tuple(groups)))
     longest = max(trajectory.generated for trajectory in kept)
     return Job(tuple(steps), spares, min(max_tokens, longest))
+
+
+def make_long_tail_job(trajectories: Sequence[Trajectory], half: Half, *, rollouts: int, seed: int) -> Job:
+    """Return a job whose lengths have a long tail, with recorded texts.
+
+    The logarithm of a length is normally distributed, with the median 500 and a standard deviation of 1. Half of its
+    variance is between problems. Lengths are cut off at 4,096 tokens. A problem has eight rollouts in each epoch, which
+    consist of its recorded rollouts of one checkpoint, one after the other; each is used once.
+
+    Args:
+        trajectories: all trajectories of a trace with checkpoints.
+        half: the half of the problems that the job samples.
+        rollouts: number of rollouts of a training step.
+        seed: determines the lengths.
+    """
+    generator = np.random.default_rng([seed, half == "report"])
+    problems = by_problem(trajectory for trajectory in trajectories if half_of(trajectory.problem) == half)
+    names = sorted(problems, key=lambda name: hashlib.sha256(name.encode()).digest())
+    per_step = rollouts // _LONG_TAIL_SAMPLES
+    names = names[: len(names) // per_step * per_step]
+    means = np.log(_MEDIAN_TOKENS) + math.sqrt(0.5) * generator.standard_normal(len(names))
+    steps = []
+    for epoch in range(min(len(_epochs(problems[name])) for name in names)):
+        groups = []
+        for name, mean in zip(names, means.tolist(), strict=True):
+            recorded = _epochs(problems[name])[epoch]
+            text = np.concatenate([segment.tokens for one in recorded for segment in one.segments])
+            logs = mean + math.sqrt(0.5) * generator.standard_normal(_LONG_TAIL_SAMPLES)
+            lengths = np.minimum(np.exp(logs), _LONG_TAIL_TOKENS).astype(int) + 1
+            parts = np.split(text, np.cumsum(lengths))[:_LONG_TAIL_SAMPLES]
+            rolled = (
+                Trajectory(name, sample, recorded[0].checkpoint, recorded[0].prompt, (Segment(True, part),))
+                for sample, part in enumerate(parts)
+            )
+            groups.append(Group(name, tuple(one for one in rolled if one.generated)))
+        steps += [
+            TrainingStep(epoch, block, tuple(groups[block * per_step : (block + 1) * per_step]))
+            for block in range(len(names) // per_step)
+        ]
+    return Job(tuple(steps), {}, _LONG_TAIL_TOKENS + 1)
 
 
 def _epochs(samples: list[Trajectory]) -> list[list[Trajectory]]:

@@ -129,6 +129,20 @@ class SuffixIndex:
         self, handles: Sequence[int], budgets: Sequence[int], min_survival: float | Sequence[float]
     ) -> list[Draft]: ...
     def occurrences(self, *args: Any, **kwargs: Any) -> Any: ...
+    def text_position(self, handle: int) -> tuple[float | None, int, int]:
+        """Compare the end of a request's response with the earlier rollouts of its problem.
+
+        This reads these to their ends, which takes tens of microseconds.
+
+        Returns:
+            How many tokens follow the end of the response in them, the geometric mean of the best matches (None if no
+            earlier rollout contains its last token); how many tokens the best match has in common with the end of the
+            response; and how many tokens at its end occur earlier in the response or its prompt.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+
     def state_dict(self) -> bytes:
         """Return the learned parameters, for `load_state_dict` of another index of the same version.
 

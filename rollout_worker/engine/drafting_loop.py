@@ -15,6 +15,7 @@ from rollout_store.arrays import Integers, with_row
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.policy.draft_policy import Position
 from rollout_worker.policy.governor import StepOutcome
 
 if TYPE_CHECKING:
@@ -285,12 +286,12 @@ class DraftingLoop:
             self._record_drafts(self._unobserved)
             self._unobserved = None
 
-    def _suspend(self, request_id: str) -> None:
-        """Forget what the drafter knows about a request, but not the request."""
+    def _suspend(self, request_id: str, *, ended: bool = False) -> None:
+        """Forget what the drafter knows about a request that has *ended* or is followed again, but not the request."""
         row = self._rows[request_id]
         self._set_row(request_id, None)
         self._forget_last_step()
-        self._controller.close(row)
+        self._controller.close(row, ended=ended)
         handle = int(self._tracked["handle"][row])
         self._tracked[row] = _FREE_ROW
         if len(self._rows) == 0:
@@ -302,7 +303,7 @@ class DraftingLoop:
     def _close(self, request_ids: Iterable[str]) -> None:
         for request_id in list(request_ids):
             if request_id in self._rows:
-                self._suspend(request_id)
+                self._suspend(request_id, ended=True)
             key = self._settings.pop(request_id).settings.key
             counts = self._earlier.pop(key, None)
             if counts is not None:
@@ -377,6 +378,7 @@ class DraftingLoop:
         """
         started = self._clock()
         self.guard(lambda: self._plan(request_ids))
+        self.guard(self._examine)
         if request_ids is None:
             self._drafting_s += self._clock() - started
 
@@ -454,8 +456,18 @@ class DraftingLoop:
         if request_ids is not None:
             self._find_rows(request_ids)
 
+    def _examine(self) -> None:
+        """Let the policy predict the lengths of some rollouts anew."""
+        handles = self._tracked["handle"]
+        self._controller.examine(
+            self._followed_rows(), lambda row: Position(*self._index.text_position(int(handles[row])))
+        )
+
+    def _followed_rows(self) -> Integers:
+        return np.fromiter(self._rows.values(), np.int64, len(self._rows))
+
     def _compute_budgets(self) -> None:
-        rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
+        rows = self._followed_rows()
         if not len(rows):
             return
         budgets = self._controller.compute_budgets(rows, len(self._batch_rows) or None)

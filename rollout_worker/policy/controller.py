@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from rollout_store.arrays import Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
-from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy, Position
 from rollout_worker.policy.governor import TRIAL_TOKENS, Governor, StepOutcome
 from rollout_worker.policy.step_cost import CudaGraphs, StepCost
 
@@ -135,9 +135,13 @@ class DraftController:
         self._policy.add_unobserved(row, tokens)
         self.governor.count_tokens(tokens)
 
-    def close(self, row: int) -> None:
-        """Stop following a rollout that has ended."""
-        self._policy.close(row)
+    def close(self, row: int, *, ended: bool = True) -> None:
+        """Stop following a rollout; see :meth:`DraftPolicy.close`."""
+        self._policy.close(row, ended=ended)
+
+    def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
+        """See :meth:`DraftPolicy.examine`."""
+        return self._policy.examine(rows, position_of)
 
     def set_generation(self, generation: int) -> None:
         """Set the newest generation of the history; a new one makes the governor judge drafting anew, and soon."""

@@ -7,6 +7,7 @@ policies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +125,17 @@ class DraftLimits(NamedTuple):
     """Maximum number of draft tokens of all rollouts together."""
 
 
+class Position(NamedTuple):
+    """Where a response is in comparison with earlier rollouts of its problem, and with itself."""
+
+    rest: float | None
+    """Number of tokens that follow the end of the response in earlier rollouts; None if it does not occur in them."""
+    match: int
+    """Number of tokens that these have in common with the end of the response."""
+    own_match: int
+    """Number of tokens at its end that occur earlier in the response or its prompt."""
+
+
 class DraftPolicy(ABC):
     """Decides how many tokens to draft for each running rollout. A rollout is identified by its row."""
 
@@ -154,9 +166,18 @@ class DraftPolicy(ABC):
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """Choose the budgets of the rollouts in the next step."""
 
-    def close(self, row: int) -> None:
-        """Stop following a rollout that has ended."""
+    def close(self, row: int, *, ended: bool = True) -> None:
+        """Stop following a rollout, which has *ended*, or is followed again later."""
         self._rollouts.close(row)
+
+    def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
+        """Predict the lengths of some of the running rollouts anew, and return of how many.
+
+        Args:
+            rows: all rollouts that are running, shape (rollouts,).
+            position_of: returns where the response of a rollout is, given its row; takes tens of microseconds.
+        """
+        return 0
 
     def _max_useful(self, rows: Integers) -> Integers:
         """Return how many draft tokens each rollout can use, since every step generates one more token than it accepts.
@@ -224,7 +245,11 @@ class Marginal(DraftPolicy):
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        values = self._token_values(rows, cost)
+        return self._marginal_budgets(rows, cost, None)
+
+    def _marginal_budgets(self, rows: Integers, cost: StepCost, base_shares: Floats | None) -> DraftBudgets:
+        """Return the budgets if the rollouts' steps are worth shares of c_base; see :meth:`_token_values`."""
+        values = self._token_values(rows, cost, base_shares)
         tokens = self._limit_step(self._max_useful(rows), values)
         min_survivals = np.minimum(cost.per_token_s / np.maximum(values, 1e-12), 1.0)
         return DraftBudgets(tokens, min_survivals, values, shortens=True)

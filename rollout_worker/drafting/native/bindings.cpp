@@ -288,6 +288,16 @@ nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t 
   return rows;
 }
 
+nb::tuple text_position(das::SuffixIndex& index, std::int64_t handle) {
+  das::TextPosition position{};
+  {
+    const nb::gil_scoped_release released;
+    position = index.text_position(handle);
+  }
+  const nb::object rest = std::isnan(position.rest) ? nb::none() : nb::object(nb::float_(position.rest));
+  return nb::make_tuple(rest, position.match, position.own_match);
+}
+
 // Returns the getter of a draft property that lists one value of each token.
 template <class Get>
 auto list_of(Get get) {
@@ -469,6 +479,7 @@ NB_MODULE(_native, m) {
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
+      .def("text_position", &text_position, nb::arg("handle"))
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)

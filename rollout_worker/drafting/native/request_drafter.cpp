@@ -1,7 +1,9 @@
 #include "request_drafter.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -439,6 +441,31 @@ std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::s
       text.tokens.push_back(occurrence.text.at(i));
   }
   return texts;
+}
+
+TextPosition RequestDrafter::text_position(Request& request) {
+  const std::lock_guard lock(request.mutex);
+  settle(request, false);
+  const std::shared_ptr<const Segments> history = request.problem->history.load();
+  thread_local std::vector<Occurrence> found;
+  find_occurrences(request, end_of(request), *history, nullptr, false, found);
+  TextPosition position{std::numeric_limits<double>::quiet_NaN(), 0, 0};
+  for (const Occurrence& occurrence : found) {
+    std::size_t& match = occurrence.source == Source::self ? position.own_match : position.match;
+    const bool counts = occurrence.source == Source::self || occurrence.source == Source::history;
+    if (counts) match = std::max<std::size_t>(match, occurrence.match);
+  }
+  double logs = 0.0;
+  std::size_t count = 0;
+  for (const Occurrence& occurrence : found) {
+    if (occurrence.source != Source::history || 2 * occurrence.match < position.match) continue;
+    std::size_t rest = 0;
+    while (occurrence.text.at(rest) != kBoundary) ++rest;
+    logs += std::log(static_cast<double>(rest + 1));
+    ++count;
+  }
+  if (count > 0) position.rest = std::exp(logs / static_cast<double>(count));
+  return position;
 }
 
 SourceCounts RequestDrafter::counts(Source source) const {

@@ -79,6 +79,13 @@ struct OccurrenceText {
   bool anchored;
 };
 
+// Where a response is in comparison with the earlier rollouts of its problem.
+struct TextPosition {
+  double rest;            // geometric mean of the numbers of tokens that follow in them; NaN without a match
+  std::size_t match;      // number of tokens that the best match has in common with the end of the response
+  std::size_t own_match;  // number of tokens at its end that occur earlier in the response or its prompt
+};
+
 // Numbers of draft tokens of one source. A draft token is verified when the token that the model sampled at its
 // position is known and all draft tokens before it were accepted.
 struct SourceCounts {
@@ -94,12 +101,15 @@ class RequestDrafter {
   RequestDrafter(std::size_t depth, const ProblemRegistry& problems, const CrossProblemPool& pool)
       : depth_(depth), problems_(problems), pool_(pool) {}
 
-  // The next six take the request's lock.
+  // The next seven take the request's lock.
   Draft draft(Request& request, std::size_t budget, double min_survival);
   // Compares sampled tokens with the request's last draft, learns from them and appends them to the response.
   void extend(Request& request, std::span<const Token> tokens);
   // Returns the occurrences that a draft would use, with up to `length` tokens of each.
   std::vector<OccurrenceText> occurrences(Request& request, std::size_t length);
+  // Compares the end of the response with finished rollouts. Of their occurrences, those count whose match is at least
+  // half as long as the best.
+  TextPosition text_position(Request& request);
   // Counts a step that has verified the first tokens of the request's last draft, but whose tokens are reported later.
   // Returns the codes of the accepted tokens.
   std::vector<TokenSources::Code> count_step(Request& request, std::size_t verified, std::size_t accepted);

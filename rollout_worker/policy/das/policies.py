@@ -86,10 +86,10 @@ class DasOptimal(LengthPredictingPolicy):
                 self._overall_curve.observe(verified, accepted)
                 self._problem_curves[self._problems[row]][1].observe(verified, accepted)
 
-    def close(self, row: int) -> None:
+    def close(self, row: int, *, ended: bool = True) -> None:
         """See :meth:`DraftPolicy.close`."""
         problem = self._problems[row]
-        super().close(row)
+        super().close(row, ended=ended)
         running, curve = self._problem_curves.pop(problem)
         if running > 1:
             self._problem_curves[problem] = (running - 1, curve)

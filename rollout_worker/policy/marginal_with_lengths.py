@@ -1,0 +1,182 @@
+"""``marginal-with-lengths``: the marginal policy, whose drafts are longer for the rollouts that a step waits for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from rollout_store.arrays import Floats, Integers, with_row
+from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits, Marginal, Position
+from rollout_worker.policy.length_predictor import Evidence, Example, LengthPredictor
+from rollout_worker.policy.predicted_lengths import LengthSource
+from rollout_worker.policy.step_cost import StepCost
+
+_EXAMINED_PER_STEP = 2
+"""Number of rollouts whose lengths are predicted in one step, because that takes about 0.1 ms each."""
+_EXAMINE_FACTOR = 1.25
+"""Growth factor of a rollout after which its length is predicted again."""
+_EXAMINE_TOKENS = 64
+"""Number of tokens, in addition to that factor, after which it is predicted again."""
+_REPLAN_STEPS = 64
+"""Number of steps after which shares are computed again."""
+_REPLAN_ENDED = 0.05
+"""Share of the rollouts that may end before that."""
+_ENDED_PER_RUNNING = 8
+"""Number of rollouts that have ended, for each one that is running, after which they are learned from.
+
+The first rollouts of a training step that end are its shortest."""
+NUM_QUANTILES = 16
+"""Number of quantiles that describe the remaining tokens of a rollout."""
+_SAMPLES = 64
+"""Number of joint samples of all remaining tokens; a multiple of the number of quantiles."""
+_ELASTICITY = 0.2
+"""By how many per cent a rollout generates more tokens per step if its share is one per cent larger.
+
+Measured elasticities are 0.05 to 0.15, but larger values lose nothing, and spread the shares where predictions err."""
+_LASTING_SPEED = 0.5
+"""Share of the differences between the rollouts' tokens per step (in logarithms) that is expected to last."""
+_MAX_FACTOR = 20.0
+"""Greatest ratio of a share to the mean share, and of the mean share to a share, whose effect is extrapolated."""
+
+
+class MarginalWithLengths(Marginal):
+    """Weighs ``c_base`` in ``marginal`` by how likely a batch is to wait for each rollout.
+
+    With T_i remaining steps of rollout i, and tokens per step that grow with its share of c_base to the power of ε, a
+    batch ends earliest if the shares are proportional to ``T_i^(1/ε)``: rollouts that would end last all end together,
+    and no others matter. These are the dual variables of the constraint that all rollouts end. T_i is uncertain, so the
+    shares are averaged over joint samples of all T_i.
+
+    All shares are the same while every place of the batch is taken, since others may wait for a place, and any rollout
+    that ends lets one of them start. They stay so to the degree to which predictions have been useless.
+    """
+
+    def __init__(
+        self, limits: DraftLimits, lengths: LengthSource, max_running: int, predictor: LengthPredictor | None = None
+    ) -> None:
+        """Create a policy for an engine that decodes up to *max_running* rollouts at once."""
+        super().__init__(limits)
+        self._lengths, self._max_running = lengths, max_running
+        self._predictor = predictor or LengthPredictor()
+        self._problems: dict[int, str] = {}
+        """By row, like the next."""
+        self._examples: dict[int, list[Example]] = {}
+        self._ended: list[tuple[list[Example], int]] = []
+        """Predictions and lengths that are not learned from yet."""
+        self._siblings: dict[str, list[int]] = {}
+        """Rows of the rollouts of each problem."""
+        self._examined_at = np.zeros(0, np.int64)
+        """Number of response tokens at the last prediction; -1 before the first one."""
+        self._log_ends = np.zeros((0, NUM_QUANTILES))
+        """Quantiles of the logarithm of the remaining tokens at that number."""
+        self._factors = Column()
+        """Share of each rollout relative to the mean."""
+        self._steps_left, self._planned_rollouts = 0, 0
+        self._samples = np.zeros((_SAMPLES, 0), np.int64)
+        """Which quantile each sample takes of each rollout."""
+        self._generator = np.random.default_rng(0)
+
+    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """See :meth:`DraftPolicy.open`."""
+        row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+        self._problems[row], self._examples[row] = problem, []
+        self._siblings.setdefault(problem, []).append(row)
+        self._examined_at = with_row(self._examined_at, row)
+        self._log_ends = with_row(self._log_ends, row)
+        self._examined_at[row] = -1
+        self._factors.initialize(row, 1.0)
+        return row
+
+    def close(self, row: int, *, ended: bool = True) -> None:
+        """See :meth:`DraftPolicy.close`."""
+        super().close(row, ended=ended)
+        if ended:
+            self._ended.append((self._examples[row], int(self._rollouts.generated[row])))
+        problem = self._problems.pop(row)
+        self._siblings[problem].remove(row)
+        if not self._siblings[problem]:
+            del self._siblings[problem]
+        del self._examples[row]
+        if len(self._ended) >= _ENDED_PER_RUNNING * len(self._problems):
+            for examples, length in self._ended:
+                self._predictor.learn(examples, length)
+            self._ended.clear()
+
+    def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
+        """See :meth:`DraftPolicy.examine`."""
+        generated, examined_at = self._rollouts.generated[rows], self._examined_at[rows]
+        overdue = generated - (examined_at * _EXAMINE_FACTOR + _EXAMINE_TOKENS)
+        overdue[examined_at < 0] = np.inf
+        due = np.flatnonzero(overdue > 0)
+        chosen = rows[due[np.argsort(-overdue[due], kind="stable")[:_EXAMINED_PER_STEP]]]
+        for row in chosen.tolist():
+            self._predict(row, position_of(row))
+        return len(chosen)
+
+    def _predict(self, row: int, position: Position) -> None:
+        problem = self._problems[row]
+        running = self._rollouts.generated[self._siblings[problem]].tolist()
+        generated = int(self._rollouts.generated[row])
+        max_tokens = max(int(self._rollouts.max_tokens[row]), generated + 1)
+        of_problem, overall = self._lengths.of_problem(problem), self._lengths.overall()
+        example = self._predictor.examine(Evidence(generated, max_tokens, of_problem, overall, running, *position))
+        self._examples[row].append(example)
+        self._log_ends[row] = self._predictor.predict(example, NUM_QUANTILES)
+        self._examined_at[row] = generated
+
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        if len(rows) >= self._max_running or not self._has_predictions(rows):
+            return self._marginal_budgets(rows, cost, None)
+        self._steps_left -= 1
+        if self._steps_left < 0 or len(rows) < (1.0 - _REPLAN_ENDED) * self._planned_rollouts:
+            self._steps_left, self._planned_rollouts = _REPLAN_STEPS, len(rows)
+            self._factors[rows] = self._compute_factors(rows)
+        factors = self._factors[rows]
+        return self._marginal_budgets(rows, cost, factors / factors.sum())
+
+    @property
+    def trust(self) -> float:
+        """By how much the shares follow from predictions, from 0 to 1; otherwise they are the same."""
+        return math.sqrt(self._predictor.explained)
+
+    def _has_predictions(self, rows: Integers) -> bool:
+        return bool((self._examined_at[rows] >= 0).all())
+
+    def _log_rests(self, rows: Integers) -> Floats:
+        """Return quantiles of the logarithm of the remaining tokens, shape (rollouts, NUM_QUANTILES)."""
+        generated = self._rollouts.generated[rows]
+        rests = np.exp(self._log_ends[rows]) - (generated - self._examined_at[rows])[:, None]
+        limits = np.maximum(self._rollouts.max_tokens[rows] - generated, 1.0)
+        return np.asarray(np.log(np.clip(rests, 1.0, limits[:, None])))
+
+    def _compute_factors(self, rows: Integers) -> Floats:
+        log_steps = self._log_rests(rows)
+        log_steps -= _LASTING_SPEED * np.log(self._rollouts.tokens_per_step[rows])[:, None]
+        # What the rollouts' current shares do to their speed is taken out.
+        factors = np.clip(self._factors[rows], 1.0 / _MAX_FACTOR, _MAX_FACTOR)
+        log_steps += _ELASTICITY * np.log(factors)[:, None]
+        shares = expected_shares(log_steps, self._samples_for(len(rows)))
+        return self.trust * shares * len(rows) + (1.0 - self.trust)
+
+    def _samples_for(self, rollouts: int) -> Integers:
+        missing = rollouts - self._samples.shape[1]
+        if missing > 0:
+            quantiles = np.tile(np.arange(NUM_QUANTILES), _SAMPLES // NUM_QUANTILES)
+            columns = self._generator.permuted(np.repeat(quantiles[:, None], missing, axis=1), axis=0)
+            self._samples = np.concatenate([self._samples, columns], axis=1)
+        return self._samples[:, :rollouts]
+
+
+def expected_shares(log_steps: Floats, samples: Integers) -> Floats:
+    """Return the shares of c_base that rollouts are expected to be worth; they add up to 1; shape (rollouts,).
+
+    Args:
+        log_steps: quantiles of the logarithm of the remaining steps at equal shares, shape (rollouts, quantiles).
+        samples: which quantile a sample takes of each rollout, shape (samples, rollouts).
+    """
+    logs = log_steps[np.arange(len(log_steps)), samples] / _ELASTICITY
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray((shares / shares.sum(axis=1, keepdims=True)).mean(axis=0))

@@ -27,34 +27,6 @@ class FixedBelow(Fixed):
         return budgets if len(rows) <= self._max_running else budgets._replace(tokens=np.zeros(len(rows), np.int64))
 
 
-class WithThreshold(DraftPolicy):
-    """A policy whose drafts end before the first token whose survival is below a constant."""
-
-    def __init__(self, policy: DraftPolicy, min_survival: float) -> None:
-        self._policy, self._min_survival = policy, min_survival
-
-    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """See :meth:`DraftPolicy.open`."""
-        return self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-
-    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
-        """See :meth:`DraftPolicy.advance`."""
-        self._policy.advance(rows, tokens, drafted)
-
-    def add_unobserved(self, row: int, tokens: int) -> None:
-        """See :meth:`DraftPolicy.add_unobserved`."""
-        self._policy.add_unobserved(row, tokens)
-
-    def close(self, row: int) -> None:
-        """See :meth:`DraftPolicy.close`."""
-        self._policy.close(row)
-
-    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
-        """See :meth:`DraftPolicy.compute_budgets`."""
-        budgets = self._policy.compute_budgets(rows, cost)
-        return budgets._replace(min_survivals=np.full(len(rows), self._min_survival))
-
-
 class PolicySettings:
     """Creates the policy of an engine."""
 
@@ -73,21 +45,19 @@ class PolicySettings:
 
     def make(self, lengths: LengthSource) -> DraftPolicy:
         """Create the policy."""
-        limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS)
-        policy: DraftPolicy
+        limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS, self._min_survival)
         match self._name:
             case "marginal":
-                policy = Marginal(limits)
+                return Marginal(limits)
             case "marginal-with-lengths":
-                policy = MarginalWithLengths(limits, lengths)
+                return MarginalWithLengths(limits, lengths)
             case "fixed":
-                policy = Fixed(limits)
+                return Fixed(limits)
             case "fixed-below":
-                policy = FixedBelow(limits, self._max_running)
+                return FixedBelow(limits, self._max_running)
             case "das-classes":
-                policy = DasClasses(limits, lengths)
+                return DasClasses(limits, lengths)
             case "das-optimal":
-                policy = DasOptimal(limits, lengths)
+                return DasOptimal(limits, lengths)
             case name:
                 raise ValueError(f"unknown policy {name!r}")
-        return WithThreshold(policy, self._min_survival) if self._min_survival else policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "b8b97a146856f9c03634af761502ceb552559494a5b8db54f38a4c5fbe8c3921",
+    "rolloutjobs.das.rollout.dev": "c8df3372111e7f4657cd00a183669df7ba584a19cb7e7a6de670833d4db6a439",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

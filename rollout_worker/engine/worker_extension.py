@@ -29,6 +29,7 @@ from rollout_worker.engine.vllm_patches import (
 )
 
 if TYPE_CHECKING:
+    from rollout_store.history.known_lengths import KnownLengths
     from rollout_store.history.sync import HistorySync
     from rollout_worker.drafting.index import SuffixIndex
     from rollout_worker.engine.draft_settings import DraftSettings
@@ -199,6 +200,8 @@ class DraftingExtension(EngineExtension):
 
     _das_index: Any = None
     _das_sync: HistorySync | None = None
+    _das_lengths: KnownLengths | None = None
+    """The lengths of earlier rollouts; None if the policy does not use them."""
     _das_loop: DraftingLoop | None = None
     _das_controller: DraftController
     _das_scheduling: DraftScheduling | None = None
@@ -213,6 +216,7 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
+        from rollout_store.history.known_lengths import KnownLengths
         from rollout_store.history.store import HistoryStore
         from rollout_store.history.sync import HistorySync
         from rollout_store.runtime.control_groups import usable_cores
@@ -222,7 +226,8 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.engine.recurrent_states import check_layers
         from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
-        from rollout_worker.policy.draft_policy import DraftLimits, make_policy
+        from rollout_worker.policy.draft_policy import DraftLimits
+        from rollout_worker.policy.named_policies import make_policy, uses_lengths
 
         check_layers(self.vllm_config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -243,10 +248,11 @@ class DraftingExtension(EngineExtension):
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
         places = self.vllm_config.num_speculative_tokens
-        limits = DraftLimits(places, step_tokens)
+        limits = DraftLimits(places, step_tokens, config.min_survival)
+        self._das_lengths = KnownLengths() if uses_lengths(config.policy) else None
         is_cpu = self.device.type == "cpu"
         self._das_controller = DraftController(
-            make_policy(config.policy, limits),
+            make_policy(config.policy, limits, self._das_lengths),
             self._das_predicted_step_cost(),
             graph_sizes=() if is_cpu else self.model_runner.compilation_config.cudagraph_capture_sizes or (),
             uniform_lengths=scheduling.uniform_lengths if self._das_uses_v2 else (),
@@ -258,7 +264,9 @@ class DraftingExtension(EngineExtension):
             keys = HistoryKeys(history.namespace, history.name)
             store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
             vocabulary = model_config.get_vocab_size()
-            self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary, statistics=learned)
+            self._das_sync = HistorySync(
+                store, self._das_index, vocabulary=vocabulary, statistics=learned, lengths=self._das_lengths
+            )
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:

@@ -177,6 +177,7 @@ class DraftController:
         if budgets.shortens and rollouts <= graphs.max_tokens:
             self.draft_costs_s[graphs.max_tokens - rollouts + 1 :] = math.inf
             budgets = budgets._replace(min_survivals=_FILLING_SURVIVAL_SHARE * budgets.min_survivals)
+        budgets = budgets._replace(min_survivals=np.maximum(budgets.min_survivals, self._policy.min_survival))
         if not self._governed:
             return budgets
         self.governor.wait_cost = self._waits * self.fit.cost.drafting_s / cost.step_time(rollouts, 0)

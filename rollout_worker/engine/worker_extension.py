@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import wraps
@@ -27,6 +27,7 @@ from rollout_worker.engine.vllm_patches import (
     rewind_cpu_generators,
     unpickling_nccl_ids_only,
 )
+from rollout_worker.policy.length_classes import NO_COUNTERS
 
 if TYPE_CHECKING:
     from rollout_store.history.known_lengths import KnownLengths
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
+    from rollout_worker.policy.length_classes import LengthClasses
     from rollout_worker.policy.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -383,12 +385,12 @@ class DraftingExtension(EngineExtension):
         if self._das_loop is not None:
             self._das_loop.interrupt_timing()
 
-    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[tuple[int, ...], bytes, str]]:
         """Return the fields of ``ResponseDraftCounts`` of responses that have ended, by key."""
         if self._das_loop is None:
             return {}
         return {
-            key: (counts.drafted_by_source, counts.token_sources)
+            key: (counts.drafted_by_source, counts.token_sources, counts.length_class)
             for key, counts in self._das_loop.take_counts(keys).items()
         }
 
@@ -420,16 +422,16 @@ class DraftingExtension(EngineExtension):
             "drafting_disabled": float(controller.governor.drafting_disabled),
             "drafting_stops": controller.governor.num_stops,
             "trial_tokens": controller.governor.trial_tokens,
-            "labeled_counters": labeled_counters(self._das_index),
+            "labeled_counters": labeled_counters(self._das_index, controller.length_classes),
             "history": {} if self._das_sync is None else asdict(self._das_sync.counters),
         }
 
 
-def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
+def labeled_counters(index: SuffixIndex, classes: LengthClasses | None = None) -> dict[str, Mapping[str, int]]:
     """Return an index's counters of draft tokens by name, and then by label.
 
-    Labels are sources, or the positions 1, 2, … of a draft. The last position, such as 16+, also counts all later
-    positions. Positions after the last one that was verified are left out.
+    Labels are sources, or the positions 1, 2, … of a draft, or the length classes of rollouts. The last position, such
+    as 16+, also counts all later positions. Positions after the last one that was verified are left out.
     """
     by_source, by_position = index.verification_counts()
     positions = [str(number) for number in range(1, len(by_position))] + [f"{len(by_position)}+"]
@@ -440,4 +442,5 @@ def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
         "source_accepted_tokens": {source: counts.accepted for source, counts in by_source.items()},
         "position_draft_tokens": {label: counts.verified for label, counts in used.items()},
         "position_accepted_tokens": {label: counts.accepted for label, counts in used.items()},
+        **(NO_COUNTERS if classes is None else classes.counters()),
     }

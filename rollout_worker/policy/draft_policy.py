@@ -7,12 +7,15 @@ policies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from rollout_worker.policy.length_classes import LengthClasses
 
 _RATE_WINDOW_STEPS = 32
 """Number of steps over which a rollout's tokens and draft tokens per step are averaged."""
@@ -129,6 +132,8 @@ class DraftPolicy(ABC):
     def __init__(self, limits: DraftLimits) -> None:
         self._limits = limits
         self._rollouts = RolloutTable()
+        self.length_classes: LengthClasses | None = None
+        """The length classes of the rollouts, if the policy determines them."""
 
     @property
     def min_survival(self) -> float:

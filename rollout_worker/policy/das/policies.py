@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from rollout_api.length_stats import LengthClass
@@ -11,44 +9,49 @@ from rollout_store.arrays import Integers
 from rollout_worker.policy.das.acceptance_curve import AcceptanceCurve, DasAcceptance
 from rollout_worker.policy.das.optimal import optimal_budgets
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits
+from rollout_worker.policy.length_classes import CLASSES, LengthClasses
 from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, LengthSource, ReplanSchedule
 from rollout_worker.policy.step_cost import StepCost
 
+_SHARES = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
+"""Share of the draft length that ``das-classes`` gives to a rollout, by length class."""
+_SHARES_BY_NUMBER = np.array([_SHARES[one] for one in CLASSES])
 
-class DasClasses(LengthPredictingPolicy):
-    """``das-classes``: the full draft length for long rollouts, half of it for medium ones, and none for short ones."""
 
-    _SHARES: ClassVar = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
-    """Share of the draft length by length class."""
-    _RECLASSIFY_TOKENS = 64
-    """Number of generated tokens after which a rollout is classified again."""
+class _DasPolicy(LengthPredictingPolicy):
+    """A policy that knows the length class of each rollout, at least in order to show it."""
 
     def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits, lengths)
-        self._share, self._reclassify_at = Column(), Column()
+        self.length_classes: LengthClasses = LengthClasses(lengths)
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """See :meth:`DraftPolicy.open`."""
         row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-        self._share.initialize(row, 0.0)
-        self._reclassify_at.initialize(row, 0.0)
+        self.length_classes.open(row, problem, generated)
         return row
+
+    def close(self, row: int) -> None:
+        """See :meth:`DraftPolicy.close`."""
+        super().close(row)
+        self.length_classes.close(row)
+
+    def _classify(self, rows: Integers) -> Integers:
+        """See :meth:`LengthClasses.update`."""
+        return self.length_classes.update(rows, self._rollouts.generated[rows])
+
+
+class DasClasses(_DasPolicy):
+    """``das-classes``: the full draft length for long rollouts, half of it for medium ones, and none for short ones."""
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        generated = self._rollouts.generated[rows]
-        for index in np.flatnonzero(generated >= self._reclassify_at[rows]):
-            row = int(rows[index])
-            stats = self._lengths.of_problem(self._problems[row])
-            length_class = stats.length_class(self._lengths.overall(), so_far=int(generated[index]))
-            self._share.initialize(row, self._SHARES[length_class])
-            self._reclassify_at.initialize(row, float(generated[index] + self._RECLASSIFY_TOKENS))
-        shares = self._share[rows]
+        shares = _SHARES_BY_NUMBER[self._classify(rows)]
         tokens = np.ceil(self._max_useful(rows) * shares).astype(np.int64)
         return self._without_thresholds(rows, cost, self._limit_step(tokens, shares))
 
 
-class DasOptimal(LengthPredictingPolicy):
+class DasOptimal(_DasPolicy):
     """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`rollout_worker.policy.das.optimal`.
 
     The draft tokens p_i of a rollout are spread evenly over the N steps until the batch ends. k_i and α_i are fitted to
@@ -97,6 +100,7 @@ class DasOptimal(LengthPredictingPolicy):
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
+        self._classify(rows)
         if self._schedule.is_due():
             self._plan(rows, cost)
         unspent = self._unspent_tokens[rows] + self._tokens_per_step[rows]

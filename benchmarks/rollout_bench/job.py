@@ -81,7 +81,11 @@ class Method:
 
 
 class KnownLengths:
-    """The lengths of all rollouts that have finished."""
+    """The lengths of all rollouts that have finished.
+
+    Those of an engine (:mod:`rollout_store.history.known_lengths`) leave its window, and the statistics of all problems
+    follow each rollout. Here they change at the end of a training step, as they did when the results were computed.
+    """
 
     def __init__(self) -> None:
         self._lengths: defaultdict[str, list[tuple[int, int, bool]]] = defaultdict(list)

@@ -45,6 +45,7 @@ class LengthClasses:
         self._numbers, self._reclassify_at = with_row(self._numbers, row), with_row(self._reclassify_at, row)
         self._problems[row] = problem
         self._running[self._classify(row, generated)] += 1
+        self._reclassify_at[row] = generated  # Its first step may begin when more lengths are known.
 
     def close(self, row: int) -> None:
         """Forget a rollout that has ended."""

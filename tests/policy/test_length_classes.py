@@ -46,6 +46,7 @@ def test_a_rollout_that_continues_is_classified_by_its_length_so_far(lengths: Kn
 def test_new_lengths_change_the_class_of_a_running_rollout(lengths: KnownLengths) -> None:
     classes = LengthClasses(lengths)
     classes.open(3, "new", 0)
+    classes.update(np.array([3]), np.array([0]))
     assert classes.counters()["class_rollouts"] == {"long": 1, "medium": 0, "short": 0}
     lengths.add("new", [(1, 100, False)] * 4)
     classes.update(np.array([3]), np.array([63]))

@@ -32,7 +32,7 @@ from rollout_head.coordinator.scheduler import EngineLoad, ProbeThenLongest, Wai
 from rollout_store.history.remaining_length import remaining_quantiles
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.policy.predicted_lengths import LENGTH_QUANTILES
+from rollout_worker.policy.das.policies import LENGTH_QUANTILES
 
 _FULL_ENGINE = EngineLoad("full", 1 << 30, 1 << 30, 0)
 """With it, the scheduler does not assign more rollouts to other engines than they can run."""
@@ -81,7 +81,11 @@ class Method:
 
 
 class KnownLengths:
-    """The lengths of all rollouts that have finished."""
+    """The lengths of all rollouts that have finished.
+
+    Those of an engine (:mod:`rollout_store.history.known_lengths`) leave its window, and the statistics of all problems
+    follow each rollout. Here they change at the end of a training step, as they did when the results were computed.
+    """
 
     def __init__(self) -> None:
         self._lengths: defaultdict[str, list[tuple[int, int, bool]]] = defaultdict(list)

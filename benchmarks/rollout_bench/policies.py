@@ -32,34 +32,6 @@ class FixedBelow(Fixed):
         return budgets if len(rows) <= self._max_running else budgets._replace(tokens=np.zeros(len(rows), np.int64))
 
 
-class WithThreshold(DraftPolicy):
-    """A policy whose drafts end before the first token whose survival is below a constant."""
-
-    def __init__(self, policy: DraftPolicy, min_survival: float) -> None:
-        self._policy, self._min_survival = policy, min_survival
-
-    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """See :meth:`DraftPolicy.open`."""
-        return self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-
-    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
-        """See :meth:`DraftPolicy.advance`."""
-        self._policy.advance(rows, tokens, drafted)
-
-    def add_unobserved(self, row: int, tokens: int) -> None:
-        """See :meth:`DraftPolicy.add_unobserved`."""
-        self._policy.add_unobserved(row, tokens)
-
-    def close(self, row: int, *, ended: bool = True) -> None:
-        """See :meth:`DraftPolicy.close`."""
-        self._policy.close(row, ended=ended)
-
-    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
-        """See :meth:`DraftPolicy.compute_budgets`."""
-        budgets = self._policy.compute_budgets(rows, cost)
-        return budgets._replace(min_survivals=np.full(len(rows), self._min_survival))
-
-
 class WithKnownLengths(MarginalWithLengths):
     """Knows how long each rollout will be: it is cut off :data:`KNOWN_END_MARGIN` tokens later."""
 
@@ -93,25 +65,23 @@ class PolicySettings:
         self._name, self._max_draft = name, max_draft
         self._min_survival, self._max_running = min_survival, max_running
 
-    def make(self, lengths: LengthSource, max_running: int) -> DraftPolicy:
-        """Create the policy of an engine that decodes up to *max_running* rollouts at once."""
-        limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS)
-        policy: DraftPolicy
+    def make(self, lengths: LengthSource, places: int) -> DraftPolicy:
+        """Create the policy of an engine that decodes up to *places* rollouts at once."""
+        limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS, self._min_survival, places)
         match self._name:
             case "marginal":
-                policy = Marginal(limits)
+                return Marginal(limits)
             case "marginal-with-lengths":
-                policy = MarginalWithLengths(limits, lengths, max_running)
+                return MarginalWithLengths(limits, lengths)
             case "known-lengths":
-                policy = WithKnownLengths(limits, lengths, max_running)
+                return WithKnownLengths(limits, lengths)
             case "fixed":
-                policy = Fixed(limits)
+                return Fixed(limits)
             case "fixed-below":
-                policy = FixedBelow(limits, self._max_running)
+                return FixedBelow(limits, self._max_running)
             case "das-classes":
-                policy = DasClasses(limits, lengths)
+                return DasClasses(limits, lengths)
             case "das-optimal":
-                policy = DasOptimal(limits, lengths)
+                return DasOptimal(limits, lengths)
             case name:
                 raise ValueError(f"unknown policy {name!r}")
-        return WithThreshold(policy, self._min_survival) if self._min_survival else policy

@@ -434,6 +434,9 @@ class Rollout(_Response):
     minus 1. The runs cover all tokens. Code 0 is a token that the model sampled without an accepted draft token, or
     whose source is unknown, such as those of a prefix or of an earlier engine; 1 is a draft token from the history, 2
     from the rollout's own text, 3 from siblings, and 4 from the cross-problem pool."""
+    length_class: str = ""
+    """The last length class of the rollout by the lengths of its problem's earlier ones: long, medium or short; empty
+    if the draft policy determines none."""
     engine: str = ""
     """Id of the engine that sampled the last token."""
     num_cached_tokens: int = Field(default=0, ge=0)

@@ -49,6 +49,8 @@ class EndedRollout:
     accepted_tokens: int
     draft_tokens_by_source: dict[str, int]
     accepted_tokens_by_source: dict[str, int]
+    length_class: str = ""
+    """The last length class of the rollout; '' if the draft policy determines none."""
     arrived_at: float = 0.0
     """Unix time at which the request arrived in Redis, by the clock of Redis."""
     finished_at: float = 0.0
@@ -77,6 +79,7 @@ class EndedRollout:
             rollout.num_accepted_tokens,
             rollout.draft_tokens_by_source,
             rollout.accepted_tokens_by_source,
+            rollout.length_class,
         )
 
     @property

@@ -70,7 +70,12 @@ class HistoryRecord:
     @property
     def cut_off(self) -> bool:
         """Whether the rollout was ended by something other than the model, so that it would have been longer."""
-        return self.finish_reason != "stop"
+        return is_cut_off(self.finish_reason)
+
+
+def is_cut_off(finish_reason: str) -> bool:
+    """Return whether a rollout with this finish reason was ended by something other than the model."""
+    return finish_reason != "stop"
 
 
 def encode_record(record: HistoryRecord) -> bytes:

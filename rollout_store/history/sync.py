@@ -17,6 +17,7 @@ import redis
 
 from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.redis_client.retry import is_transient
+from rollout_store.history.known_lengths import KnownLengths, Length
 from rollout_store.history.metadata import HistoryMismatchError
 from rollout_store.history.records import START, HistoryRecord, TokenArray
 from rollout_store.history.store import ENTRIES_PER_READ, HistoryStore, LogSlice
@@ -188,6 +189,7 @@ class HistorySync:
         *,
         vocabulary: int = 2**32 - 1,
         statistics: DrafterStatistics | None = None,
+        lengths: KnownLengths | None = None,
         feedback_interval: float = FEEDBACK_INTERVAL_S,
     ) -> None:
         """Prepare the thread; nothing is read yet.
@@ -198,11 +200,12 @@ class HistorySync:
             vocabulary: number of token ids. Rollouts with others, which might crash the model, are skipped as
                 unreadable.
             statistics: what is reported and learned (default: that of the index).
+            lengths: receives the lengths of the rollouts that are in the index; only this thread writes them.
             feedback_interval: seconds between two reports.
         """
         self.counters = SyncCounters()
         self.store = store
-        self._sink = sink
+        self._sink, self._lengths = sink, lengths
         self._vocabulary = vocabulary
         self._feedback = DraftingFeedback(
             store, statistics or sink, interval=feedback_interval, on_failure=self._count_failure
@@ -333,6 +336,11 @@ class HistorySync:
         self._pending_rewards.pop(problem, None)
         self._generations.pop(problem, None)
         self._changed.discard(problem)
+        self._drop_lengths(problem)
+
+    def _drop_lengths(self, problem: str) -> None:
+        if self._lengths is not None:
+            self._lengths.drop_problem(problem)
 
     # Reading
 
@@ -342,6 +350,8 @@ class HistorySync:
         oldest = oldest_kept(generations, self.store.metadata.window)
         if generations and min(generations) < oldest:
             self._sink.drop_before(problem, oldest)
+            if self._lengths is not None:
+                self._lengths.drop_before(problem, oldest)
         self._generations[problem] = {generation for generation in generations if generation >= oldest}
         return oldest
 
@@ -352,6 +362,8 @@ class HistorySync:
         changes = catalog.changes_since({shard: self._shard_cursors.get(shard) for shard in shards})
         reset = {problem for problem in self._cursors if self.store.keys.shard_of(problem) in changes.reset_shards}
         self._cursors |= dict.fromkeys(reset, START)
+        for problem in reset:  # The index recognizes rollouts that are read again, but their lengths have no names.
+            self._drop_lengths(problem)
         # A problem that was never read is read completely when it is requested, so its changes do not matter.
         self._changed |= reset | (changes.problem_ids & self._cursors.keys())
         self._shard_cursors |= changes.cursors
@@ -382,11 +394,15 @@ class HistorySync:
         oldest = self._apply_window(problem, {record.generation for record in log_slice.records})
         rewards = self._pending_rewards.get(problem, {})
         new: list[HistoryRollout] = []
+        lengths: list[Length] = []
         for record in log_slice.records:
             if record.generation >= oldest and self._check_vocabulary(problem, record):
                 key = rollout_key(record.rollout_id)
                 new.append((rollout_name(key), record.generation, record.tokens, record.context, rewards.get(key)))
+                lengths.append((record.generation, len(record.tokens), record.cut_off))
         added = self._sink.add(problem, new) if new or problem in self._unread else 0
+        if self._lengths is not None:
+            self._lengths.add(problem, lengths)
         for corrupt in log_slice.corrupt:
             logger.warning(
                 "Skipped entry %s of problem %s, which cannot be read: %s",

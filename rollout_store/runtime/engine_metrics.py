@@ -49,14 +49,31 @@ ENGINE_METRICS: dict[str, tuple[MetricKind, str]] = {
 }
 """Counter in an engine's report → kind and description of its metric, whose name begins with ``rollout_engine_``."""
 
-LABELED_ENGINE_METRICS = {
-    "source_proposed_tokens": ("source", "Draft tokens that were proposed, including those not worth verifying."),
-    "source_draft_tokens": ("source", "Draft tokens that were verified, by source."),
-    "source_accepted_tokens": ("source", "Draft tokens that were accepted, by source."),
-    "position_draft_tokens": ("position", "Draft tokens that were verified, by position of the draft, from 1."),
-    "position_accepted_tokens": ("position", "Draft tokens that were accepted, by position of the draft, from 1."),
+LABELED_ENGINE_METRICS: dict[str, tuple[MetricKind, str, str]] = {
+    "source_proposed_tokens": (
+        _COUNTER,
+        "source",
+        "Draft tokens that were proposed, including those not worth verifying.",
+    ),
+    "source_draft_tokens": (_COUNTER, "source", "Draft tokens that were verified, by source."),
+    "source_accepted_tokens": (_COUNTER, "source", "Draft tokens that were accepted, by source."),
+    "position_draft_tokens": (
+        _COUNTER,
+        "position",
+        "Draft tokens that were verified, by position of the draft, from 1.",
+    ),
+    "position_accepted_tokens": (
+        _COUNTER,
+        "position",
+        "Draft tokens that were accepted, by position of the draft, from 1.",
+    ),
+    "class_rollouts": (_GAUGE, "class", "Running rollouts, by length class."),
+    "class_steps": (_COUNTER, "class", "Verification steps of rollouts, by length class."),
+    "class_budget_tokens": (_COUNTER, "class", "Draft tokens that were permitted in these steps, by length class."),
+    "class_draft_tokens": (_COUNTER, "class", "Draft tokens that were verified, by length class."),
+    "class_accepted_tokens": (_COUNTER, "class", "Draft tokens that were accepted, by length class."),
 }
-"""Labeled counter in an engine's report → label and description of its metric, as in :data:`ENGINE_METRICS`."""
+"""Labeled number in an engine's report → kind, label and description of its metric, as in :data:`ENGINE_METRICS`."""
 
 
 class EngineStatistics(NamedTuple):
@@ -77,14 +94,14 @@ def engine_metrics(engines: Iterable[EngineStatistics], labels: Sequence[str]) -
         rows = [(engine.labels, engine.counters[name]) for engine in engines if name in engine.counters]
         if rows:
             yield metric_family(kind, f"engine_{name}", text, labels, rows)
-    for name, (label, text) in LABELED_ENGINE_METRICS.items():
+    for name, (kind, label, text) in LABELED_ENGINE_METRICS.items():
         labeled = [
             ([*engine.labels, value], count)
             for engine in engines
             for value, count in engine.labeled_counters.get(name, {}).items()
         ]
         if labeled:
-            yield metric_family(_COUNTER, f"engine_{name}", text, [*labels, label], labeled)
+            yield metric_family(kind, f"engine_{name}", text, [*labels, label], labeled)
 
 
 def metric_family(

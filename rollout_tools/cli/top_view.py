@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from redis.exceptions import RedisError
@@ -17,6 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
+from rollout_api.length_stats import LengthClass
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_store.history.engine_reports import OwnEngineReport
 from rollout_tools.cli.job_status import duration, engine_state, engines_with_newest_weights, problems, unread_results
@@ -101,6 +102,8 @@ def own_engines_view(history: str, engines: Sequence[OwnEngineReport]) -> Render
         table,
         _acceptance([engine.labeled_counters for engine in engines]),
     ]
+    if classes := _classes_table((engine.name, engine.labeled_counters) for engine in engines):
+        parts.append(classes)
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
@@ -199,9 +202,29 @@ def _acceptance(counters: Sequence[Mapping[str, Mapping[str, int]]]) -> Renderab
     return Group(*parts)
 
 
+def classes_table(job: LiveJob) -> Table | None:
+    """Return the running rollouts and their draft budgets by length class; None if no policy determines classes."""
+    engines = sorted(job.status["engines"], key=lambda one: one["name"])
+    return _classes_table((engine["name"], engine["labeled_counters"]) for engine in engines)
+
+
+def _classes_table(engines: Iterable[tuple[str, Mapping[str, Mapping[str, int]]]]) -> Table | None:
+    table = _table("length classes", right=[name for one in LengthClass for name in (one.value, "budget")])
+    for name, counters in engines:
+        if running := counters.get("class_rollouts"):
+            cells = []
+            for one in LengthClass:
+                steps, budget = (counters[f"class_{what}"].get(one.value, 0) for what in ("steps", "budget_tokens"))
+                cells += [f"{running.get(one.value, 0):,}", f"{budget / steps:.1f}" if steps else "–"]
+            table.add_row(name, *cells)
+    return table if table.row_count else None
+
+
 def whole_view(job: LiveJob, now: float, *, rows: int = 15) -> RenderableType:
     """Return everything, one part below the other."""
     parts: list[RenderableType] = [header(job, now), engines_table(job), tail(job), acceptance(job)]
+    if classes := classes_table(job):
+        parts.append(classes)
     if job.running:
         parts.append(running_table(job, rows))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
@@ -334,6 +357,7 @@ class TopApp(App[None]):
             yield Static(id="engines", classes="part")
             yield Static(id="tail", classes="part")
             yield Static(id="acceptance", classes="part")
+            yield Static(id="classes", classes="part")
             yield Static(id="running", classes="part")
         yield Footer()
 
@@ -358,6 +382,7 @@ class TopApp(App[None]):
         self._part("engines").update(engines_table(job))
         self._part("tail").update(tail(job))
         self._part("acceptance").update(acceptance(job))
+        self._part("classes").update(classes_table(job) or "")
         self._part("running").update(running_table(job, _MAX_ROWS) if job.running else "")
 
     def action_freeze(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "b8b97a146856f9c03634af761502ceb552559494a5b8db54f38a4c5fbe8c3921",
+    "rolloutjobs.das.rollout.dev": "02b4ca175beeaabc88150e6555e45e41522b52d0d3c324444ffbf83aab1f7032",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

@@ -31,6 +31,7 @@ from rollout_tools.report.rollout_plots import (
     accepted_by_step,
     by_position,
     calibration_plot,
+    drafts_by_class,
     lengths_by_step,
     lengths_of_problem,
 )
@@ -220,6 +221,24 @@ class ReportSections:
                 "Later positions are reached less often; the draft policy ends a draft where the next token no longer "
                 "pays. Counted since the engines started, over all draft modes.",
                 acceptance_by_position(by_position(self._recording.positions)),
+            )
+        classes = self._recording.classes
+        if any(one.steps for one in classes):
+            engines = list(dict.fromkeys(one.engine for one in classes))
+            variants = [
+                Variant(name, drafts_by_class([one for one in classes if one.engine == name])) for name in engines
+            ]
+            if len(engines) > 1:
+                variants.insert(0, Variant("all engines", drafts_by_class(classes)))
+            yield Plot(
+                "drafts-by-class",
+                "By length class",
+                "Draft tokens that the policy permitted, that were verified, and that were accepted, per step of a "
+                "rollout in each length class. A rollout may change its class while it runs. Counted since the engines "
+                "started, over all draft modes.",
+                variants,
+                choice="engine",
+                wide=False,
             )
 
     def _lengths(self) -> Iterator[Plot]:

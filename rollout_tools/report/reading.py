@@ -22,6 +22,7 @@ from rollout_store.job import JobStore
 from rollout_store.job.engines import EngineReport
 from rollout_store.job.part import as_text
 from rollout_tools.report.recording import (
+    ClassCounts,
     DraftCounts,
     JobRecording,
     PastLength,
@@ -103,6 +104,7 @@ async def read_recording(
             ended=ended,
             measurements=[measurement async for measurement in store.timeline.measurements()],
             positions=_positions(engines),
+            classes=_classes(engines),
             **read._asdict(),
         )
     finally:
@@ -164,6 +166,20 @@ def _positions(engines: Mapping[str, EngineReport]) -> list[DraftCounts]:
         )
         counts += [DraftCounts(engine, label, number, accepted.get(label, 0)) for label, number in drafted.items()]
     return sorted(counts, key=lambda one: (one.engine, one.number))
+
+
+def _classes(engines: Mapping[str, EngineReport]) -> list[ClassCounts]:
+    counts = []
+    for engine in sorted(engines):
+        steps, budgets, drafted, accepted = (
+            engines[engine].labeled_counters.get(f"class_{name}", {})
+            for name in ("steps", "budget_tokens", "draft_tokens", "accepted_tokens")
+        )
+        counts += [
+            ClassCounts(engine, label, count, budgets.get(label, 0), drafted.get(label, 0), accepted.get(label, 0))
+            for label, count in steps.items()
+        ]
+    return counts
 
 
 MAX_TOKENS = 400_000

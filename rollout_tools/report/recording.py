@@ -42,6 +42,20 @@ class DraftCounts(NamedTuple):
         return int(self.position.removesuffix("+"))
 
 
+class ClassCounts(NamedTuple):
+    """What one engine has drafted for the rollouts of one length class."""
+
+    engine: str
+    """Name of the engine."""
+    length_class: str
+    steps: int
+    """Number of verification steps of these rollouts."""
+    budget: int
+    """Number of draft tokens that were permitted in these steps."""
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True)
 class ViewedRollout:
     """A rollout whose text the report shows."""
@@ -105,6 +119,8 @@ class JobRecording:
     """Problem of this job → lengths of its rollouts in the history, oldest generation first."""
     positions: list[DraftCounts] = field(default_factory=list)
     """Draft tokens by position, of the engines that are still registered."""
+    classes: list[ClassCounts] = field(default_factory=list)
+    """Draft tokens by length class, of those of these engines whose draft policy determines classes."""
     problems: list[ViewedProblem] = field(default_factory=list)
     """The problems whose rollouts the report shows."""
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from rollout_api.length_stats import LengthStats
-from rollout_tools.report.recording import DraftCounts, PastLength
+from rollout_api.length_stats import LengthClass, LengthStats
+from rollout_tools.report.recording import ClassCounts, DraftCounts, PastLength
 from rollout_tools.report.steps import Comparison, Step, mode_name
 from rollout_tools.report.style import (
     BLUE,
@@ -119,6 +119,31 @@ def acceptance_by_position(counts: Mapping[str, Acceptance]) -> go.Figure:
     """The acceptance rate of draft tokens at each position, and how many were verified there."""
     axis = {"title": {"text": "position in the draft"}, "type": "category", "automargin": True}
     return _rate_figure(_rates(counts, GREEN), axis)
+
+
+def drafts_by_class(counts: Sequence[ClassCounts]) -> go.Figure:
+    """Bars of the draft tokens per step of a rollout in each length class: permitted, verified and accepted."""
+    names = [length_class.value for length_class in LengthClass]
+    in_class = [[one for one in counts if one.length_class == name] for name in names]
+    steps = [max(1, sum(one.steps for one in of_class)) for of_class in in_class]
+    parts = (
+        ("permitted", [sum(one.budget for one in of_class) for of_class in in_class], GRAY),
+        ("verified", [sum(one.drafted for one in of_class) for of_class in in_class], BLUE),
+        ("accepted", [sum(one.accepted for one in of_class) for of_class in in_class], GREEN),
+    )
+    traces = [
+        bars(
+            name,
+            names,
+            [count / divisor for count, divisor in zip(tokens, steps, strict=True)],
+            f"%{{y:.2f}} {name} per step, in %{{customdata:.0%}} of the steps of rollouts<extra></extra>",
+            color,
+            customdata=[divisor / sum(steps) for divisor in steps],
+        )
+        for name, tokens, color in parts
+    ]
+    axis = {"title": {"text": "length class"}, "type": "category", "automargin": True}
+    return figure(traces, x="", y="draft tokens per step of a rollout", barmode="group", xaxis=axis)
 
 
 def _rates(counts: Mapping[str, Acceptance] | Mapping[int, Acceptance], color: str) -> list[go.Bar | go.Scatter]:

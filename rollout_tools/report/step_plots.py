@@ -313,7 +313,10 @@ def _details(bar: Bar) -> str:
         f"problem {rollout.problem_id[:40]}, sample {rollout.sample}",
         f"{rollout.tokens:,} tokens in {rollout.finished_at - bar.scored.started:.2f} s, {rollout.finish_reason}",
         f"{rollout.accepted_tokens / steps:.2f} accepted per step",
+        f"{rollout.accepted_tokens:,} of {rollout.draft_tokens:,} draft tokens accepted",
     ]
+    if rollout.length_class:
+        lines.append(f"length class {rollout.length_class}")
     if bar.scored.reward is not None:
         lines.append(f"reward {bar.scored.reward:.3g}")
     return "<br>".join(map(escaped, lines))

@@ -166,6 +166,8 @@ class DraftCounts(NamedTuple):
     """Codes of the response tokens up to the last accepted draft token; tokens that `extend` has appended have 0."""
     drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     """The part of `drafted` that each of the `SOURCES` has proposed."""
+    length_class: str = ""
+    """The last length class of the rollout; '' if the draft policy determines none. The index does not know it."""
 
 
 class VerifiedTokens(NamedTuple):

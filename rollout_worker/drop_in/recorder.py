@@ -16,11 +16,12 @@ import redis
 
 from rollout_api.redis_client.retry import is_transient
 from rollout_store.history.metadata import HistoryMismatchError
-from rollout_store.history.records import HistoryRecord, TokenArray
+from rollout_store.history.records import HistoryRecord, TokenArray, is_cut_off
 from rollout_store.history.store import AppendResult
 from rollout_store.history.window import oldest_kept
 
 if TYPE_CHECKING:
+    from rollout_store.history.known_lengths import KnownLengths, Length
     from rollout_store.history.store import HistoryStore
     from rollout_store.history.sync import HistorySync
     from rollout_worker.drafting.index import SuffixIndex
@@ -78,8 +79,8 @@ class History(Protocol):
 class IndexHistory:
     """Keeps rollouts in the index alone."""
 
-    def __init__(self, index: SuffixIndex, window: int) -> None:
-        self._index, self._window = index, window
+    def __init__(self, index: SuffixIndex, window: int, lengths: KnownLengths | None = None) -> None:
+        self._index, self._window, self._lengths = index, window, lengths
         self._generations: dict[str, set[int]] = {}
 
     def generation_of(self, version: Version) -> int:
@@ -93,6 +94,7 @@ class IndexHistory:
 
     def add(self, rollouts: Sequence[tuple[int, FinishedRollout]]) -> int:
         """Add rollouts to the index, and drop those that have left their problem's window."""
+        lengths: dict[str, list[Length]] = {}
         for generation, rollout in rollouts:
             generations = self._generations.setdefault(rollout.problem, set())
             generations.add(generation)
@@ -101,8 +103,17 @@ class IndexHistory:
                 self._index.drop_before(rollout.problem, oldest)
                 self._generations[rollout.problem] = {kept for kept in generations if kept >= oldest}
             self._index.add(rollout.problem, [(rollout.rollout_id, generation, rollout.tokens)])
-        for problem in self._index.take_evicted():
+            length = (generation, len(rollout.tokens), is_cut_off(rollout.finish_reason))
+            lengths.setdefault(rollout.problem, []).append(length)
+        evicted = self._index.take_evicted()
+        for problem in evicted:
             self._generations.pop(problem, None)
+        if self._lengths is not None:
+            for problem, added in lengths.items():
+                self._lengths.add(problem, added)
+                self._lengths.drop_before(problem, min(self._generations.get(problem, {0})))
+            for problem in evicted:
+                self._lengths.drop_problem(problem)
         return 0
 
 

@@ -54,6 +54,8 @@ class DropInSettings(BaseModel):
     """See ``spec.speculation.policy`` of a RolloutJob."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Maximum number of draft tokens per request and step."""
+    min_survival: float = Field(default=0.0, ge=0, le=1)
+    """See ``spec.speculation.minSurvival`` of a RolloutJob."""
     window: int = Field(default=16, ge=1, le=1024)
     """Number of generations whose rollouts are kept and drafted from, counted per problem."""
     index_bytes: str = "2Gi"
@@ -103,7 +105,14 @@ class DropInSettings(BaseModel):
     def drafting(self, engines: int) -> DraftingConfig:
         """Return the drafting configuration of one of several engines of a machine."""
         limit = int(parse_quantity(self.index_bytes))
-        return DraftingConfig(self.policy, self.num_speculative_tokens, limit, self.location(), engines)
+        return DraftingConfig(
+            self.policy,
+            self.num_speculative_tokens,
+            limit,
+            self.location(),
+            engines,
+            self.min_survival,
+        )
 
 
 def drafting_args(history: str | None = None, **settings: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _start(worker: Any, settings: DropInSettings) -> None:
     shared = None
     if (sync := worker._das_sync) is not None:
         shared = RedisHistory(sync.store, sync, settings.run, tokenizer_of(worker.vllm_config))
-    in_memory = IndexHistory(worker._das_index, settings.window)
+    in_memory = IndexHistory(worker._das_index, settings.window, worker._das_lengths)
     recorder = RolloutRecorder(in_memory, worker._das_controller.set_generation, shared)
     requests = Requests(recorder, worker._das_loop.take_counts)
     worker._das_requests = requests

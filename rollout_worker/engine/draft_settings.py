@@ -49,6 +49,8 @@ class DraftingConfig:
     """None if rollouts are added to the index by the worker process itself."""
     engines: int = 1
     """Number of engines that share the processors of the machine or pod."""
+    min_survival: float = 0.0
+    """Survival below which all drafts end."""
     governed: bool = True
     """Whether drafting is disabled where it does not pay; False only in tests and benchmarks."""
 

@@ -291,12 +291,14 @@ class DraftingLoop:
         row = self._rows[request_id]
         self._set_row(request_id, None)
         self._forget_last_step()
+        classes = self._controller.length_classes
+        length_class = "" if classes is None else classes.of(row).value
         self._controller.close(row, ended=ended)
         handle = int(self._tracked["handle"][row])
         self._tracked[row] = _FREE_ROW
         if len(self._rows) == 0:
             self._batch.clear()
-        counts = self._index.close(handle)
+        counts = self._index.close(handle)._replace(length_class=length_class)
         key = self._settings[request_id].settings.key
         self._earlier[key] = _sum(counts, self._earlier.pop(key, None))
 
@@ -591,4 +593,5 @@ def _sum(first: DraftCounts, second: DraftCounts | None) -> DraftCounts:
         first.generated + second.generated,
         sources,
         by_source,
+        first.length_class or second.length_class,
     )

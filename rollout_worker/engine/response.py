@@ -29,6 +29,8 @@ class ResponseDraftCounts(NamedTuple):
     :mod:`rollout_api.protocol.history_encoding`.
 
     It includes the prefix, and accepted draft tokens beyond the end of the response, which vLLM cuts off."""
+    length_class: str = ""
+    """The last length class of the rollout; '' if the draft policy determines none."""
 
     @property
     def drafted(self) -> int:
@@ -155,6 +157,8 @@ class GenerationResult:
     """Those of the prompt; None if they were not requested, or if the response was stopped before."""
     routed_experts: RoutedExperts | None = None
     """Those of prompt and response; None if they were not requested or the response was interrupted."""
+    length_class: str = ""
+    """The last length class of the rollout; '' if the draft policy determines none."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -341,6 +345,7 @@ class ResponseBuilder:
             finished=finished,
             prompt_logprobs=self.prompt_logprobs,
             routed_experts=routed_experts,
+            length_class=draft_counts.length_class,
         )
 
 

@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import wraps
@@ -27,14 +27,17 @@ from rollout_worker.engine.vllm_patches import (
     rewind_cpu_generators,
     unpickling_nccl_ids_only,
 )
+from rollout_worker.policy.length_classes import NO_COUNTERS
 
 if TYPE_CHECKING:
+    from rollout_store.history.known_lengths import KnownLengths
     from rollout_store.history.sync import HistorySync
     from rollout_worker.drafting.index import SuffixIndex
     from rollout_worker.engine.draft_settings import DraftSettings
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.policy.controller import DraftController
+    from rollout_worker.policy.length_classes import LengthClasses
     from rollout_worker.policy.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -199,6 +202,8 @@ class DraftingExtension(EngineExtension):
 
     _das_index: Any = None
     _das_sync: HistorySync | None = None
+    _das_lengths: KnownLengths | None = None
+    """The lengths of earlier rollouts; None if the policy does not use them."""
     _das_loop: DraftingLoop | None = None
     _das_controller: DraftController
     _das_scheduling: DraftScheduling | None = None
@@ -213,6 +218,7 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
+        from rollout_store.history.known_lengths import KnownLengths
         from rollout_store.history.store import HistoryStore
         from rollout_store.history.sync import HistorySync
         from rollout_store.runtime.control_groups import usable_cores
@@ -222,7 +228,8 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.engine.recurrent_states import check_layers
         from rollout_worker.engine.vllm_plugin import is_output_rank
         from rollout_worker.policy.controller import DraftController
-        from rollout_worker.policy.draft_policy import DraftLimits, make_policy
+        from rollout_worker.policy.draft_policy import DraftLimits
+        from rollout_worker.policy.named_policies import make_policy, uses_lengths
 
         check_layers(self.vllm_config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -243,10 +250,11 @@ class DraftingExtension(EngineExtension):
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
         places = self.vllm_config.num_speculative_tokens
-        limits = DraftLimits(places, step_tokens)
+        limits = DraftLimits(places, step_tokens, config.min_survival, scheduler.max_num_seqs)
+        self._das_lengths = KnownLengths() if uses_lengths(config.policy) else None
         is_cpu = self.device.type == "cpu"
         self._das_controller = DraftController(
-            make_policy(config.policy, limits),
+            make_policy(config.policy, limits, self._das_lengths),
             self._das_predicted_step_cost(),
             graph_sizes=() if is_cpu else self.model_runner.compilation_config.cudagraph_capture_sizes or (),
             uniform_lengths=scheduling.uniform_lengths if self._das_uses_v2 else (),
@@ -258,7 +266,9 @@ class DraftingExtension(EngineExtension):
             keys = HistoryKeys(history.namespace, history.name)
             store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
             vocabulary = model_config.get_vocab_size()
-            self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary, statistics=learned)
+            self._das_sync = HistorySync(
+                store, self._das_index, vocabulary=vocabulary, statistics=learned, lengths=self._das_lengths
+            )
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:
@@ -375,12 +385,12 @@ class DraftingExtension(EngineExtension):
         if self._das_loop is not None:
             self._das_loop.interrupt_timing()
 
-    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[tuple[int, ...], bytes, str]]:
         """Return the fields of ``ResponseDraftCounts`` of responses that have ended, by key."""
         if self._das_loop is None:
             return {}
         return {
-            key: (counts.drafted_by_source, counts.token_sources)
+            key: (counts.drafted_by_source, counts.token_sources, counts.length_class)
             for key, counts in self._das_loop.take_counts(keys).items()
         }
 
@@ -412,16 +422,16 @@ class DraftingExtension(EngineExtension):
             "drafting_disabled": float(controller.governor.drafting_disabled),
             "drafting_stops": controller.governor.num_stops,
             "trial_tokens": controller.governor.trial_tokens,
-            "labeled_counters": labeled_counters(self._das_index),
+            "labeled_counters": labeled_counters(self._das_index, controller.length_classes),
             "history": {} if self._das_sync is None else asdict(self._das_sync.counters),
         }
 
 
-def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
+def labeled_counters(index: SuffixIndex, classes: LengthClasses | None = None) -> dict[str, Mapping[str, int]]:
     """Return an index's counters of draft tokens by name, and then by label.
 
-    Labels are sources, or the positions 1, 2, … of a draft. The last position, such as 16+, also counts all later
-    positions. Positions after the last one that was verified are left out.
+    Labels are sources, or the positions 1, 2, … of a draft, or the length classes of rollouts. The last position, such
+    as 16+, also counts all later positions. Positions after the last one that was verified are left out.
     """
     by_source, by_position = index.verification_counts()
     positions = [str(number) for number in range(1, len(by_position))] + [f"{len(by_position)}+"]
@@ -432,4 +442,5 @@ def labeled_counters(index: SuffixIndex) -> dict[str, dict[str, int]]:
         "source_accepted_tokens": {source: counts.accepted for source, counts in by_source.items()},
         "position_draft_tokens": {label: counts.verified for label, counts in used.items()},
         "position_accepted_tokens": {label: counts.accepted for label, counts in used.items()},
+        **(NO_COUNTERS if classes is None else classes.counters()),
     }

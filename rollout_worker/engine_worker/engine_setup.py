@@ -11,7 +11,7 @@ from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.control_groups import usable_cores
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
-from rollout_worker.policy.draft_policy import max_draft_length
+from rollout_worker.policy.named_policies import max_draft_length
 
 
 def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineConfig:
@@ -31,6 +31,7 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
             max_index_bytes=int(parse_quantity(speculation.index_bytes)),
             history=HistoryLocation(url, keys.namespace, keys.name, speculation.window),
             engines=setup.num_engines,
+            min_survival=speculation.min_survival or 0.0,
         )
     return EngineConfig(
         model=model,

@@ -194,6 +194,7 @@ class RolloutExecutor:
             draft_tokens_by_source=generated.draft_tokens_by_source if generated else {},
             accepted_tokens_by_source=generated.accepted_tokens_by_source if generated else {},
             draft_sources=generated.draft_sources if generated else None,
+            length_class=generated.length_class if generated else "",
             engine=engine_id,
             routed_experts=generated.routed_experts if generated else None,
             num_cached_tokens=generated.num_cached_tokens if generated else 0,

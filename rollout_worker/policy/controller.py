@@ -11,6 +11,7 @@ from rollout_store.arrays import Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftPolicy, Position
 from rollout_worker.policy.governor import TRIAL_TOKENS, Governor, StepOutcome
+from rollout_worker.policy.length_classes import LengthClasses
 from rollout_worker.policy.step_cost import CudaGraphs, StepCost
 
 _STEPS_UNTIL_SKIPPING = 4
@@ -110,7 +111,8 @@ class DraftController:
         """Whether steps wait for the drafter even if nothing is drafted, so that verifying drafts takes no longer."""
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
-        self._token_values_s = Column()
+        self._token_values_s, self._budgets = Column(), Column()
+        """Seconds that an accepted token of each rollout saves, and the draft tokens that its next step may have."""
         self._accepted_per_step, self._steps_with_drafts = Column(), Column()
         """Average of each rollout's accepted tokens per step with drafts, and number of these steps."""
         self._mean_accepted: float | None = None
@@ -120,11 +122,17 @@ class DraftController:
         self.draft_costs_s = np.zeros(1)
         """Additional seconds of the next step with 0, 1, 2, … draft tokens, shape (tokens,)."""
 
+    @property
+    def length_classes(self) -> LengthClasses | None:
+        """The length classes of the rollouts, if the policy determines them."""
+        return self._policy.length_classes
+
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """Start to follow a rollout and return its row; see :meth:`DraftPolicy.open`."""
         row = self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
         self.governor.open(row)
         self._token_values_s.initialize(row, 0.0)
+        self._budgets.initialize(row, 0.0)
         self._accepted_per_step.initialize(row, self._mean_accepted or 0.0)
         self._steps_with_drafts.initialize(row, 0.0 if self._mean_accepted is None else _PRIOR_ACCEPTANCE_STEPS)
         self._micro_batches.initialize(row, 0.0)
@@ -181,8 +189,13 @@ class DraftController:
         if budgets.shortens and rollouts <= graphs.max_tokens:
             self.draft_costs_s[graphs.max_tokens - rollouts + 1 :] = math.inf
             budgets = budgets._replace(min_survivals=_FILLING_SURVIVAL_SHARE * budgets.min_survivals)
-        if not self._governed:
-            return budgets
+        budgets = budgets._replace(min_survivals=np.maximum(budgets.min_survivals, self._policy.min_survival))
+        if self._governed:
+            budgets = self._govern(rows, budgets, cost, rollouts)
+        self._budgets[rows] = budgets.tokens.astype(np.float64)
+        return budgets
+
+    def _govern(self, rows: Integers, budgets: DraftBudgets, cost: StepCost, rollouts: int) -> DraftBudgets:
         self.governor.wait_cost = self._waits * self.fit.cost.drafting_s / cost.step_time(rollouts, 0)
         trial_tokens = TRIAL_TOKENS * (rollouts if self.uniform_lengths else 1)
         self.governor.trial_cost = float(cost.draft_costs(rollouts, trial_tokens)[-1]) / cost.step_time(rollouts, 0)
@@ -230,6 +243,8 @@ class DraftController:
         self._waits |= step.waited
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
+        if self.length_classes is not None:
+            self.length_classes.count_step(step.rows, self._budgets[step.rows], step.drafted, accepted)
         self.governor.observe_step(step, accepted)
         micro_batch = self._find_micro_batch(step.rows)
         if seconds is None:

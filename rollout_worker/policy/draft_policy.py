@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from rollout_api.manifest.spec import PolicyName
 from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.step_cost import StepCost
 
+if TYPE_CHECKING:
+    from rollout_worker.policy.length_classes import LengthClasses
+
 _RATE_WINDOW_STEPS = 32
 """Number of steps over which a rollout's tokens and draft tokens per step are averaged."""
-UNLIMITED_DRAFT_TOKENS = 64
-"""Maximum draft length under ``unlimited``: no draft of an index is longer."""
 
 
 class Column:
@@ -123,6 +123,10 @@ class DraftLimits(NamedTuple):
     """Maximum number of draft tokens of one rollout."""
     per_step: int
     """Maximum number of draft tokens of all rollouts together."""
+    min_survival: float = 0.0
+    """A draft ends before the first token whose survival is below this, whatever the policy decides."""
+    places: int = 1 << 30
+    """Maximum number of rollouts that run at the same time."""
 
 
 class Position(NamedTuple):
@@ -142,6 +146,13 @@ class DraftPolicy(ABC):
     def __init__(self, limits: DraftLimits) -> None:
         self._limits = limits
         self._rollouts = RolloutTable()
+        self.length_classes: LengthClasses | None = None
+        """The length classes of the rollouts, if the policy determines them."""
+
+    @property
+    def min_survival(self) -> float:
+        """See :attr:`DraftLimits.min_survival`; the controller applies it to all budgets."""
+        return self._limits.min_survival
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """Start to follow a rollout. It has *generated* response tokens already, and is cut off at *max_tokens*.
@@ -253,13 +264,3 @@ class Marginal(DraftPolicy):
         tokens = self._limit_step(self._max_useful(rows), values)
         min_survivals = np.minimum(cost.per_token_s / np.maximum(values, 1e-12), 1.0)
         return DraftBudgets(tokens, min_survivals, values, shortens=True)
-
-
-def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
-    """Return the maximum number of tokens of a draft, which the manifest sets for all policies but ``unlimited``."""
-    return UNLIMITED_DRAFT_TOKENS if policy == "unlimited" else max_draft_tokens
-
-
-def make_policy(name: PolicyName, limits: DraftLimits) -> DraftPolicy:
-    """Create a policy for one engine."""
-    return Marginal(limits) if name == "marginal" else Fixed(limits)

@@ -111,7 +111,7 @@ class LengthPredictor:
             self._is_used[_FIRST_FEATURES[source] : _FIRST_FEATURES[source] + width] = 1.0
         self._precision: Floats = np.eye(_NUM_FEATURES) * _PRIOR_ROLLOUTS
         self._moments = prior * self._is_used * _PRIOR_ROLLOUTS
-        self._coefficients = prior * self._is_used
+        self._coefficients: Floats = prior * self._is_used
         self._errors = [deque(_FIRST_ERRORS, maxlen=_ERRORS) for _ in range(_STAGES)]
         """The last errors of the logarithm at each stage."""
         self._error_squares, self._squares = 1.0, 1.0
@@ -166,7 +166,7 @@ class LengthPredictor:
             self._errors[_stage(example.generated)].append(error)
         self._precision = np.asarray(_DECAY * self._precision + weight * features.T @ features, np.float64)
         self._moments = _DECAY * self._moments + weight * features.T @ targets
-        self._coefficients = np.linalg.solve(self._precision, self._moments)
+        self._coefficients = np.asarray(np.linalg.solve(self._precision, self._moments), np.float64)
 
 
 def _stage(generated: int) -> int:

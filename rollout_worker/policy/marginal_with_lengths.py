@@ -10,19 +10,19 @@ import numpy as np
 from rollout_store.arrays import Floats, Integers, with_row
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits, Marginal, Position
 from rollout_worker.policy.length_predictor import Evidence, Example, LengthPredictor
-from rollout_worker.policy.predicted_lengths import LengthSource
+from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, LengthSource, ReplanSchedule
 from rollout_worker.policy.step_cost import StepCost
 
-_EXAMINED_PER_STEP = 2
-"""Number of rollouts whose lengths are predicted in one step, because that takes about 0.1 ms each."""
+_EXAMINED_PER_STEP = 1
+"""Number of rollouts whose lengths are predicted in one step, because that takes 0.2 to 0.3 ms."""
 _EXAMINE_FACTOR = 1.25
 """Growth factor of a rollout after which its length is predicted again."""
 _EXAMINE_TOKENS = 64
 """Number of tokens, in addition to that factor, after which it is predicted again."""
 _REPLAN_STEPS = 64
 """Number of steps after which shares are computed again."""
-_REPLAN_ENDED = 0.05
-"""Share of the rollouts that may end before that."""
+_MIN_REPLAN_STEPS = 16
+"""Number of steps after which they are computed again if rollouts have started or ended."""
 _ENDED_PER_RUNNING = 8
 """Number of rollouts that have ended, for each one that is running, after which they are learned from.
 
@@ -41,7 +41,7 @@ _MAX_FACTOR = 20.0
 """Greatest ratio of a share to the mean share, and of the mean share to a share, whose effect is extrapolated."""
 
 
-class MarginalWithLengths(Marginal):
+class MarginalWithLengths(LengthPredictingPolicy, Marginal):
     """Weighs ``c_base`` in ``marginal`` by how likely a batch is to wait for each rollout.
 
     With T_i remaining steps of rollout i, and tokens per step that grow with its share of c_base to the power of ε, a
@@ -53,16 +53,11 @@ class MarginalWithLengths(Marginal):
     that ends lets one of them start. They stay so to the degree to which predictions have been useless.
     """
 
-    def __init__(
-        self, limits: DraftLimits, lengths: LengthSource, max_running: int, predictor: LengthPredictor | None = None
-    ) -> None:
-        """Create a policy for an engine that decodes up to *max_running* rollouts at once."""
-        super().__init__(limits)
-        self._lengths, self._max_running = lengths, max_running
-        self._predictor = predictor or LengthPredictor()
-        self._problems: dict[int, str] = {}
-        """By row, like the next."""
+    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
+        super().__init__(limits, lengths)
+        self._predictor = LengthPredictor()
         self._examples: dict[int, list[Example]] = {}
+        """By row."""
         self._ended: list[tuple[list[Example], int]] = []
         """Predictions and lengths that are not learned from yet."""
         self._siblings: dict[str, list[int]] = {}
@@ -73,7 +68,7 @@ class MarginalWithLengths(Marginal):
         """Quantiles of the logarithm of the remaining tokens at that number."""
         self._factors = Column()
         """Share of each rollout relative to the mean."""
-        self._steps_left, self._planned_rollouts = 0, 0
+        self._schedule = ReplanSchedule(_REPLAN_STEPS, _MIN_REPLAN_STEPS)
         self._samples = np.zeros((_SAMPLES, 0), np.int64)
         """Which quantile each sample takes of each rollout."""
         self._generator = np.random.default_rng(0)
@@ -81,27 +76,28 @@ class MarginalWithLengths(Marginal):
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """See :meth:`DraftPolicy.open`."""
         row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-        self._problems[row], self._examples[row] = problem, []
+        self._examples[row] = []
         self._siblings.setdefault(problem, []).append(row)
         self._examined_at = with_row(self._examined_at, row)
         self._log_ends = with_row(self._log_ends, row)
         self._examined_at[row] = -1
         self._factors.initialize(row, 1.0)
+        self._schedule.mark_changed()
         return row
 
     def close(self, row: int, *, ended: bool = True) -> None:
         """See :meth:`DraftPolicy.close`."""
+        problem, examples = self._problems[row], self._examples.pop(row)
         super().close(row, ended=ended)
         if ended:
-            self._ended.append((self._examples[row], int(self._rollouts.generated[row])))
-        problem = self._problems.pop(row)
+            self._ended.append((examples, int(self._rollouts.generated[row])))
         self._siblings[problem].remove(row)
         if not self._siblings[problem]:
             del self._siblings[problem]
-        del self._examples[row]
+        self._schedule.mark_changed()
         if len(self._ended) >= _ENDED_PER_RUNNING * len(self._problems):
-            for examples, length in self._ended:
-                self._predictor.learn(examples, length)
+            for made, length in self._ended:
+                self._predictor.learn(made, length)
             self._ended.clear()
 
     def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
@@ -128,11 +124,10 @@ class MarginalWithLengths(Marginal):
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        if len(rows) >= self._max_running or not self._has_predictions(rows):
+        self._classify(rows)
+        if len(rows) >= self._limits.places or not self._has_predictions(rows):
             return self._marginal_budgets(rows, cost, None)
-        self._steps_left -= 1
-        if self._steps_left < 0 or len(rows) < (1.0 - _REPLAN_ENDED) * self._planned_rollouts:
-            self._steps_left, self._planned_rollouts = _REPLAN_STEPS, len(rows)
+        if self._schedule.is_due():
             self._factors[rows] = self._compute_factors(rows)
         factors = self._factors[rows]
         return self._marginal_budgets(rows, cost, factors / factors.sum())

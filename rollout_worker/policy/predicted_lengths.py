@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 from rollout_api.length_stats import LengthStats
-from rollout_store.arrays import Floats, Integers, with_row
-from rollout_store.history.remaining_length import remaining_quantiles
+from rollout_store.arrays import Integers
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
-
-LENGTH_QUANTILES = 8
-"""Number of quantiles that describe the remaining length of a rollout."""
-_REPREDICT_FACTOR = 1.1
-"""Growth factor of a rollout after which its length is predicted again."""
-_REPREDICT_TOKENS = 32
-"""Number of tokens, in addition to that factor, after which the length is predicted again."""
-REPLAN_INTERVAL_STEPS = 16
-"""Number of steps after which plans that depend on predicted lengths are computed again."""
-_MIN_REPLAN_INTERVAL_STEPS = 4
-"""Steps after which budgets are computed anew if rollouts have started or ended since."""
+from rollout_worker.policy.length_classes import LengthClasses
 
 
 class LengthSource(Protocol):
@@ -38,8 +25,10 @@ class LengthSource(Protocol):
 class ReplanSchedule:
     """Decides when to plan again: periodically, and earlier when rollouts have started or ended."""
 
-    def __init__(self) -> None:
-        self._steps = REPLAN_INTERVAL_STEPS
+    def __init__(self, steps: int, min_steps: int) -> None:
+        """Plan every so many *steps*, or after *min_steps* if rollouts have started or ended since."""
+        self._interval, self._min_interval = steps, min_steps
+        self._steps = steps
         self._changed = False
 
     def mark_changed(self) -> None:
@@ -49,7 +38,7 @@ class ReplanSchedule:
     def is_due(self) -> bool:
         """Return whether to plan again in this step. Call it once per step."""
         self._steps += 1
-        if self._steps < (_MIN_REPLAN_INTERVAL_STEPS if self._changed else REPLAN_INTERVAL_STEPS):
+        if self._steps < (self._min_interval if self._changed else self._interval):
             return False
         self._steps, self._changed = 0, False
         return True
@@ -63,34 +52,21 @@ class LengthPredictingPolicy(DraftPolicy):
         self._lengths = lengths
         self._problems: dict[int, str] = {}
         """By row."""
-        self._predicted_ends = np.zeros((0, LENGTH_QUANTILES))
-        """Quantiles of the total number of response tokens."""
-        self._predicted_at = np.zeros(0, np.int64)
-        """Number of response tokens at the last prediction; -1 before the first one."""
+        self.length_classes: LengthClasses = LengthClasses(lengths)
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """See :meth:`DraftPolicy.open`."""
         row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-        self._predicted_ends = with_row(self._predicted_ends, row)
-        self._predicted_at = with_row(self._predicted_at, row)
-        self._problems[row], self._predicted_at[row] = problem, -1
+        self._problems[row] = problem
+        self.length_classes.open(row, problem, generated)
         return row
 
-    def _remaining_quantiles(self, rows: Integers) -> Floats:
-        """Return quantiles of the tokens that rollouts still generate, at least 1; shape (rows, LENGTH_QUANTILES)."""
-        generated = self._rollouts.generated[rows]
-        due = (
-            (self._predicted_at[rows] < 0)
-            | (generated >= self._predicted_ends[rows, 0])
-            | (generated > self._predicted_at[rows] * _REPREDICT_FACTOR + _REPREDICT_TOKENS)
-        )
-        for row in rows[due].tolist():
-            so_far, max_tokens = int(self._rollouts.generated[row]), int(self._rollouts.max_tokens[row])
-            self._predicted_ends[row] = so_far + remaining_quantiles(
-                self._lengths.of_problem(self._problems[row]),
-                generated=so_far,
-                max_tokens=max(max_tokens, so_far + 1),
-                count=LENGTH_QUANTILES,
-            )
-            self._predicted_at[row] = so_far
-        return np.maximum(self._predicted_ends[rows] - generated[:, None], 1.0)
+    def close(self, row: int, *, ended: bool = True) -> None:
+        """See :meth:`DraftPolicy.close`."""
+        super().close(row, ended=ended)
+        self.length_classes.close(row)
+        del self._problems[row]
+
+    def _classify(self, rows: Integers) -> Integers:
+        """See :meth:`LengthClasses.update`."""
+        return self.length_classes.update(rows, self._rollouts.generated[rows])

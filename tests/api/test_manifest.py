@@ -74,6 +74,9 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.sampling.logitBias", {"3": 1.0}, "spec.sampling.logitBias", "speculation.policy: off"),
         ("spec.engine.kvCacheMemory", "4Zi", "spec.engine.kvCacheMemory", "16Gi"),
         ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),
+        ("spec.speculation.policy", "das", "spec.speculation.policy", "'das-classes', 'das-optimal'"),
+        ("spec.speculation.minSurvival", 1.5, "spec.speculation.minSurvival", "less than or equal to 1"),
+        ("spec.speculation.minSurvival", float("nan"), "spec.speculation.minSurvival", "finite"),
         ("spec.speculation.indexBytes", "500m", "spec.speculation.indexBytes", "at least 1Mi"),
         ("spec.redis.url", "http://redis", "spec.redis.url", "redis://"),
         ("metadata.name", "1st", "metadata.name", "pattern"),
@@ -271,7 +274,7 @@ def test_min_p_is_accepted_without_speculation() -> None:
     assert parse_job(manifest).spec.sampling.min_p == 0.1
 
 
-@pytest.mark.parametrize("policy", ["marginal", "fixed", "off"])
+@pytest.mark.parametrize("policy", ["marginal", "das-classes", "das-optimal", "fixed", "off"])
 def test_a_policy_needs_no_quotes(tmp_path: Path, policy: str) -> None:
     """``off`` is false in YAML 1.1."""
     file = tmp_path / "job.yaml"

@@ -36,6 +36,7 @@ from rollout_api import (
     decode,
     encode,
 )
+from rollout_api.length_stats import LengthClass
 from rollout_api.protocol.history_encoding import (
     DRAFT_SOURCES,
     decode_draft_sources,
@@ -158,6 +159,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         num_decoding_steps=draw(st.integers(0, 1000)),
         num_draft_tokens=draw(st.integers(0, 1000)),
         num_accepted_tokens=draw(st.integers(0, 1000)),
+        length_class=draw(st.sampled_from(["", *LengthClass])),
         engine=draw(st.text(max_size=20)),
         num_cached_tokens=draw(st.integers(0, 10_000)),
         started_at=draw(times),

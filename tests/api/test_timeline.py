@@ -19,6 +19,7 @@ _SINGLE = st.floats(0, 2**20, width=32)
 ended_rollouts = st.builds(
     EndedRollout,
     **dict.fromkeys(("request_id", "problem_id", "purpose", "draft_mode", "finish_reason", "engine"), st.text()),
+    length_class=st.text(),
     **dict.fromkeys(("sample", "turn", "prompt_tokens", "tokens"), _NUMBERS),
     **dict.fromkeys(("decoding_steps", "draft_tokens", "accepted_tokens"), _NUMBERS),
     **dict.fromkeys(

@@ -21,7 +21,7 @@ from tests.support.engines import needs_v2
 from tests.support.faulty_extension import CopyingExtension
 from tests.support.history_contents import read_rollouts
 from tests.support.reference_model import make_model
-from tests.support.responses import PROMPTS
+from tests.support.responses import PROMPTS, WITHOUT_EOS
 from tests.support.user_engine import UserEngine, vllm_on_cpus
 from tests.support.waiting import wait_for
 
@@ -109,6 +109,58 @@ def test_an_engine_without_a_server_drafts_from_its_own_rollouts(model: Path, ex
         assert engine.sample() == expected
     assert engine.accepted_of_history() >= 100
     engine.close()
+
+
+@pytest.mark.parametrize("policy", ["das-classes", "fixed"])
+def test_only_a_length_policy_drafts_nothing_for_problems_with_short_rollouts(
+    model: Path, expected: list[list[int]], redis_url: str, policy: str
+) -> None:
+    """Each problem's responses end with a token that is new there: after 8 to 11 tokens, or after more than 20."""
+    from vllm import SamplingParams
+
+    new = [[place for place, token in enumerate(tokens) if token not in tokens[:place]] for tokens in expected]
+    late = [number for number, places in enumerate(new) if places[-1] > 20]
+    early = [number for number, places in enumerate(new) if number not in late and set(places) & set(range(7, 11))]
+    early = early[: len(late) // 2]  # so that all of them are in the lowest third
+    lengths = {number: 1 + new[number][-1] for number in late} | {
+        number: 1 + min(place for place in new[number] if place >= 7) for number in early
+    }
+    engine = UserEngine(model, in_process=True, **drafting_args(f"{redis_url}/{policy}", policy=policy))
+    for step in (1, 2):
+        engine.llm.collective_rpc("das_begin_step", args=(step,))
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": list(PROMPTS[number])} for number in lengths],
+            [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=60,
+                    allowed_token_ids=WITHOUT_EOS,
+                    stop_token_ids=[expected[number][length - 1]],
+                )
+                for number, length in lengths.items()
+            ],
+            use_tqdm=False,
+        )
+        assert [len(output.outputs[0].token_ids) for output in outputs] == list(lengths.values())
+        wait_for(lambda step=step: engine.stats()["history"]["rollouts"] == step * len(lengths), TIMEOUT_S)
+    counters = engine.stats()["labeled_counters"]
+    engine.close()
+    keys = HistoryKeys("default", policy)
+    accepted = {True: 0, False: 0}
+    """Number of accepted draft tokens once lengths are known, of problems with short rollouts and of the others."""
+    for number in lengths:
+        for record in read_rollouts(redis.Redis.from_url(redis_url), keys, problem_id_of(PROMPTS[number])):
+            if record.weight_version == 2:
+                accepted[number in early] += sum(map(bool, record.draft_sources))
+    assert accepted[False] > 10
+    if policy == "fixed":
+        assert accepted[True] > 0
+        assert counters["class_steps"] == {}
+    else:
+        assert accepted[True] == 0
+        assert counters["class_steps"]["short"] > 0
+        assert counters["class_budget_tokens"]["short"] == counters["class_draft_tokens"]["short"] == 0
+        assert counters["class_accepted_tokens"]["medium"] + counters["class_accepted_tokens"]["long"] > 10
 
 
 def test_weights_that_an_extension_copies_begin_a_generation(model: Path, redis_url: str) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
+from rollout_store.history.known_lengths import KnownLengths
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.history.sync import HistorySync
@@ -51,6 +53,32 @@ def test_rollouts_are_kept_in_the_index_within_their_window() -> None:
     index.wait_idle()
     assert generations[-1] == 3
     assert sorted(index.rollouts("p")) == ["rollout 20", "rollout 30"]
+
+
+def test_the_lengths_of_an_engine_without_a_server_follow_its_index() -> None:
+    lengths = KnownLengths()
+    cut_off = rollout(1, version=2)._replace(rollout_id="cut off", finish_reason="length")
+    record_all(
+        RolloutRecorder(IndexHistory(SuffixIndex(), window=2, lengths=lengths), lambda _: None),
+        [*(rollout(10 * version, version=version) for version in (1, 2, 3)), cut_off, rollout(1, "q")],
+    )
+    assert lengths.of_problem("p") == LengthStats.from_lengths([(2, 8, False), (2, 8, True), (3, 8, False)])
+    assert lengths.of_problem("q").count == 1
+    assert lengths.overall().count == 5
+
+
+def test_the_lengths_of_an_evicted_problem_are_forgotten() -> None:
+    index, lengths = SuffixIndex(max_bytes=1 << 20), KnownLengths()
+    tokens = np.random.default_rng(0).integers(0, 50_000, 60_000).astype(np.uint32)
+    history = IndexHistory(index, window=2, lengths=lengths)
+    for number in range(8):
+        long = rollout(number, f"p{number}")._replace(tokens=tokens)
+        history.add([(1, long)])
+        index.wait_idle()
+        history.add([])
+    known = {f"p{number}": lengths.of_problem(f"p{number}").count for number in range(8)}
+    assert known == {problem: len(index.rollouts(problem)) for problem in known}
+    assert 0 < sum(known.values()) == lengths.overall().count < 8
 
 
 class Engine:

@@ -30,6 +30,9 @@ STATS = {
     "labeled_counters": {
         "source_draft_tokens": {"history": 160, "self": 40},
         "source_accepted_tokens": {"history": 140, "self": 10},
+        "class_rollouts": {"long": 2, "medium": 0, "short": 0},
+        "class_steps": {"long": 80, "medium": 20, "short": 0},
+        "class_budget_tokens": {"long": 1000, "medium": 90, "short": 0},
     },
     "history": {"rollouts": 7},
 }
@@ -69,6 +72,7 @@ def test_the_metrics_have_those_of_a_jobs_engines(tmp_path: Path) -> None:
     ):
         assert f'rollout_engine_{metric}{{engine="{report.name}"}} {value}.0' in lines
     assert f'rollout_engine_source_draft_tokens_total{{engine="{report.name}",source="self"}} 40.0' in lines
+    assert f'rollout_engine_class_rollouts{{class="long",engine="{report.name}"}} 2.0' in lines
 
 
 def test_an_engine_is_shown_until_it_ends(reporter: EngineReporter, redis_url: str, tmp_path: Path) -> None:
@@ -85,6 +89,7 @@ def test_an_engine_is_shown_until_it_ends(reporter: EngineReporter, redis_url: s
     assert "6 rollouts recorded, 1 lost" in shown()
     assert "1.50" in shown()  # accepted tokens per step
     assert "25%" in shown()  # saved time
+    assert "12.5" in shown()  # draft tokens that are permitted in a step of a long rollout
     assert '"engines": 1' in listed()
     reporter.stop(60)
     assert "No engine without a job" in shown()

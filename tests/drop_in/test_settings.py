@@ -95,6 +95,20 @@ def test_the_variable_does_not_apply_to_engines_that_pool_or_belong_to_a_job(
     assert settings_of(None, _environment_of(others)) == DropInSettings()
 
 
+def test_a_policy_and_a_threshold_of_survival_reach_the_engine() -> None:
+    settings = settings_of({"method": "das", "policy": "das-classes", "min-survival": 0.25}, {})
+    assert settings is not None
+    drafting = settings.drafting(engines=2)
+    assert (drafting.policy, drafting.min_survival, drafting.engines) == ("das-classes", 0.25, 2)
+    assert DropInSettings().drafting(1).min_survival == 0.0
+
+
+@pytest.mark.parametrize("invalid", [{"policy": "das"}, {"min_survival": 1.5}, {"min_survival": float("nan")}])
+def test_an_unknown_policy_or_survival_is_refused(invalid: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=next(iter(invalid))):
+        drafting_args(**invalid)
+
+
 def test_engines_are_of_one_run_unless_they_name_another() -> None:
     first, second = (settings_of({"method": "das"}, {}) for _ in range(2))
     assert first is not None

@@ -14,6 +14,7 @@ import pytest
 
 from rollout_api.manifest import engine_args as reserved
 from rollout_store.job.engines import EngineError
+from rollout_store.job.setup import JobSetup
 from rollout_worker.engine.config import (
     EngineConfig,
     cuda_graph_sizes,
@@ -25,7 +26,9 @@ from rollout_worker.engine.config import (
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_version import unsupported_text
+from rollout_worker.engine_worker import engine_setup
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
+from tests.support.manifests import rollout_job
 from tests.support.reference_model import MAX_POSITIONS
 
 
@@ -37,6 +40,23 @@ def test_settings_and_environment_are_computed_without_changing_the_environment(
     vllm_settings(config)
     engine_environment(config, os.environ)
     assert before == dict(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        ({}, ("marginal", 16, 0.0)),
+        ({"policy": "das-classes", "maxDraftTokens": 8, "minSurvival": 0.25}, ("das-classes", 8, 0.25)),
+        ({"policy": "unlimited", "minSurvival": 0}, ("unlimited", 64, 0.0)),
+    ],
+)
+def test_an_engine_drafts_as_its_manifest_says(speculation: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    setup = JobSetup(rollout_job(speculation=speculation), "uid", "redis://redis", 100, "fingerprint")
+    drafting = engine_setup.engine_config(setup, Path("model"), speculative=True).drafting
+    assert drafting is not None
+    assert (drafting.policy, drafting.max_draft_tokens, drafting.min_survival) == expected
+    # vLLM's collective calls carry plain values only.
+    assert DraftingConfig.from_dict(dataclasses.asdict(drafting)) == drafting
 
 
 def test_variables_of_the_user_are_not_replaced(model: Path) -> None:

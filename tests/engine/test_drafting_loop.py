@@ -21,8 +21,9 @@ from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.worker_extension import DraftingExtension
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits, Marginal, make_policy
+from rollout_worker.policy.draft_policy import DraftLimits, Marginal
 from rollout_worker.policy.governor import StepOutcome
+from rollout_worker.policy.named_policies import make_policy
 from rollout_worker.policy.step_cost import CPU
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import redis
 
+from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect, connect_history
+from rollout_store.history.known_lengths import KnownLengths
 from rollout_store.history.maintenance.maintainer import HistoryMaintainer
 from rollout_store.history.maintenance.run import MaintenanceOperations
 from rollout_store.history.records import HistoryRecord
@@ -39,11 +41,15 @@ def index() -> SuffixIndex:
 
 @contextmanager
 def running(
-    url: str, sink: HistorySink, window: int = 2, statistics: DrafterStatistics | None = None
+    url: str,
+    sink: HistorySink,
+    window: int = 2,
+    statistics: DrafterStatistics | None = None,
+    lengths: KnownLengths | None = None,
 ) -> Iterator[HistorySync]:
     """Synchronize *sink* until the block ends."""
     store = HistoryStore(connect_history(url), KEYS, window=window)
-    syncing = HistorySync(store, sink, statistics=statistics, feedback_interval=0.1)
+    syncing = HistorySync(store, sink, statistics=statistics, lengths=lengths, feedback_interval=0.1)
     syncing.start()
     try:
         yield syncing
@@ -383,6 +389,58 @@ def test_problems_in_the_index_are_complete_in_any_order_of_appends_and_requests
         for problem in sink.problems.keys() & set(announced):
             assert names(*stored[problem]) == list(sink.problems[problem])
     assert sync.counters.evictions > 10
+
+
+def append_length(store: HistoryStore, problem: str, generation: int, length: int, *, cut_off: bool = False) -> None:
+    tokens = np.arange(length, dtype=np.uint32)
+    rollout_id = f"{problem} {generation} {length}"
+    reason = "length" if cut_off else "stop"
+    record = HistoryRecord(rollout_id, "run", generation, generation, tokens, reason)
+    store.append(problem, record, newest=generation)
+
+
+def test_lengths_follow_the_window_of_the_index(store: HistoryStore, index: SuffixIndex, history_url: str) -> None:
+    lengths = KnownLengths()
+    with running(history_url, index, lengths=lengths) as sync:
+        for generation, length in ((1, 10), (1, 20), (2, 30)):
+            append_length(store, "p", generation, length, cut_off=length == 20)
+        sync.announce(["p"])
+        assert sync.wait_ready(10)
+        assert lengths.of_problem("p") == LengthStats.from_lengths([(1, 10, False), (1, 20, True), (2, 30, False)])
+        assert lengths.overall().count == 3
+        append_length(store, "p", 3, 40)
+        expected = LengthStats.from_lengths([(2, 30, False), (3, 40, False)])
+        wait_for(lambda: lengths.of_problem("p") == expected, 10)
+        assert lengths.of_problem("q").count == 0
+
+
+def test_lengths_of_an_evicted_problem_are_read_again(store: HistoryStore, history_url: str) -> None:
+    lengths, problems = KnownLengths(), ["p", "q", "r"]
+    with running(history_url, RecordingSink(max_problems=2), lengths=lengths) as sync:
+        for number, problem in enumerate(problems, start=1):
+            append_length(store, problem, 1, 10 * number)
+        for wanted in (*problems, "p"):
+            sync.announce(problems, wanted=[wanted])
+            assert sync.wait_ready(10)
+            known = {problem: lengths.of_problem(problem).longest for problem in problems}
+            assert lengths.overall().count == sum(length > 0 for length in known.values())
+        assert known == {"p": 10, "q": 0, "r": 30}
+
+
+def test_lengths_are_not_counted_twice_after_the_history_has_lost_data(
+    store: HistoryStore, index: SuffixIndex, history_url: str
+) -> None:
+    lengths = KnownLengths()
+    with running(history_url, index, lengths=lengths) as sync:
+        append_length(store, "p", 1, 10)
+        sync.announce(["p"])
+        assert sync.wait_ready(10)
+        connect_history(history_url).flushall()
+        wait_for(lambda: lengths.of_problem("p").count == 0, 10)
+        append_length(store, "p", 1, 10)
+        append_length(store, "p", 1, 20)
+        wait_for(lambda: lengths.of_problem("p").longest == 20, 10)
+        assert (lengths.of_problem("p").count, lengths.overall().count) == (2, 2)
 
 
 def test_requested_problem_is_not_evicted_by_an_update_of_another(

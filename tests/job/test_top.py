@@ -137,6 +137,27 @@ def test_acceptance_is_summed_over_engines() -> None:
     assert "own text" in text(view.acceptance(job))
 
 
+CLASS_COUNTERS = {
+    "class_rollouts": {"long": 12, "medium": 3, "short": 0},
+    "class_steps": {"long": 1000, "medium": 200, "short": 0},
+    "class_budget_tokens": {"long": 15_800, "medium": 1580, "short": 0},
+}
+
+
+def test_the_length_classes_of_an_engine_are_shown_with_their_budgets() -> None:
+    without: dict[str, dict[str, int]] = {name: {} for name in CLASS_COUNTERS}
+    job = live_job(engine("b", labeled_counters=CLASS_COUNTERS), engine("a", labeled_counters=without), engine("c"))
+    table = view.classes_table(job)
+    assert table is not None
+    header, *rows = [line.split() for line in text(table).splitlines()]
+    assert header == ["length", "classes", "long", "budget", "medium", "budget", "short", "budget"]
+    assert rows == [["b", "12", "15.8", "3", "7.9", "0", "–"]]
+    assert "length classes" in text(view.whole_view(job, NOW))
+    other = live_job(engine("a", labeled_counters=without))
+    assert view.classes_table(other) is None
+    assert "length classes" not in text(view.whole_view(other, NOW))
+
+
 def test_staleness_is_that_of_rollouts_that_have_ended_lately() -> None:
     job = live_job(engine("a"))
     assert job.staleness(NOW) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,16 +14,17 @@ from hypothesis import strategies as st
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.timeline import Measurement
 from rollout_tools.report.engines import disabled_spans, engine_histories, engine_times, interruptions
-from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength
+from rollout_tools.report.recording import ClassCounts, DraftCounts, JobRecording, PastLength
 from rollout_tools.report.rollout_plots import (
     Acceptance,
     by_position,
     by_source,
     calibration,
+    drafts_by_class,
     predictions,
     stats_before,
 )
-from rollout_tools.report.step_plots import arrange
+from rollout_tools.report.step_plots import arrange, gantt
 from rollout_tools.report.steps import (
     PublishedVersions,
     RunningCount,
@@ -257,6 +259,31 @@ def test_draft_tokens_are_added_by_source_and_position() -> None:
     assert {"history": Acceptance(12, 8), "self": Acceptance(4, 2)} == by_source(step)
     counts = [DraftCounts("a", "16+", 5, 1), DraftCounts("a", "2", 10, 5), DraftCounts("b", "2", 2, 2)]
     assert [("2", Acceptance(12, 7)), ("16+", Acceptance(5, 1))] == list(by_position(counts).items())
+
+
+def test_draft_tokens_per_step_are_shown_by_length_class() -> None:
+    counts = [
+        ClassCounts("a", "long", 10, 160, 100, 50),
+        ClassCounts("b", "long", 30, 160, 20, 10),
+        ClassCounts("a", "medium", 20, 160, 40, 0),
+    ]
+    bars = {trace.name: (trace.x, trace.y) for trace in drafts_by_class(counts).data}
+    classes = ("long", "medium", "short")
+    assert bars == {
+        "permitted": (classes, (8.0, 8.0, 0.0)),
+        "verified": (classes, (3.0, 2.0, 0.0)),
+        "accepted": (classes, (1.5, 0.0, 0.0)),
+    }
+
+
+def test_a_bar_of_a_rollout_says_its_length_class_if_it_has_one() -> None:
+    def details(**changes: Any) -> str:
+        (step,) = steps_of(recording([ended(**changes)]))
+        return str([trace.customdata for trace in gantt(step).data])
+
+    assert "5 of 8 draft tokens accepted" in details()
+    assert "length class" not in details()
+    assert "length class medium" in details(length_class="medium")
 
 
 # Engines

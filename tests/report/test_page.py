@@ -22,6 +22,7 @@ PLOTS = [
     "accepted-by-step",
     "accepted-by-source",
     "acceptance-by-position",
+    "drafts-by-class",
     "lengths-by-step",
     "calibration",
     "lengths-of-problem",

@@ -78,6 +78,10 @@ def job(redis_url: str) -> str:
             labeled_counters={
                 "position_draft_tokens": {"16+": 4, "2": 9},
                 "position_accepted_tokens": {"2": 6},
+                "class_steps": {"long": 10, "medium": 4},
+                "class_budget_tokens": {"long": 160, "medium": 32},
+                "class_draft_tokens": {"long": 13},
+                "class_accepted_tokens": {"long": 6},
             },
         )
         await store.engines.heartbeat("engine-0-1a2b", report, register=True)
@@ -88,7 +92,7 @@ def job(redis_url: str) -> str:
 
 
 def finished(asked: RolloutRequest, sample: int) -> Any:
-    return rollout(asked, sample).model_copy(update={"draft_tokens_by_source": {"self": 4}})
+    return rollout(asked, sample).model_copy(update={"draft_tokens_by_source": {"self": 4}, "length_class": "medium"})
 
 
 def read(url: str, tokenizer: Any = None, **options: Any) -> JobRecording:
@@ -109,6 +113,8 @@ def test_everything_about_a_job_is_read(job: str) -> None:
     assert {"self": 4} == found.ended[0].draft_tokens_by_source
     assert {"sums/1": [PastLength(1, 5, False, None), PastLength(1, 5, False, 0.5)]} == found.lengths
     assert [("engine-0", "2", 9, 6), ("engine-0", "16+", 4, 0)] == found.positions
+    assert [("engine-0", "long", 10, 160, 13, 6), ("engine-0", "medium", 4, 32, 0, 0)] == found.classes
+    assert {"medium"} == {one.length_class for one in found.ended}
     assert 1 == len(found.measurements)
     [problem] = found.problems
     assert (None, 0) == (problem.prompt, problem.num_omitted)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 
+from rollout_api.length_stats import LengthStats
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
 from rollout_worker.policy.step_cost import StepCost
 
@@ -20,6 +22,24 @@ COSTS = st.builds(
     st.floats(0, 0.5),
     st.floats(0, 1e-2),
 )
+
+
+def length_stats_of(*lengths: int) -> LengthStats:
+    return LengthStats.from_lengths([(0, length, False) for length in lengths])
+
+
+class FixedLengths:
+    """Lengths of earlier rollouts, by problem."""
+
+    def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        self._problems = {problem: length_stats_of(*of_problem) for problem, of_problem in lengths.items()}
+        self._overall = length_stats_of(*itertools.chain.from_iterable(lengths.values()))
+
+    def of_problem(self, problem: str) -> LengthStats:
+        return self._problems[problem]
+
+    def overall(self) -> LengthStats:
+        return self._overall
 
 
 def draft_length(budget: int, min_survival: float, probability: float) -> int:

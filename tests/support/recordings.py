@@ -7,7 +7,14 @@ from random import Random
 from typing import Any
 
 from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
-from rollout_tools.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem, ViewedRollout
+from rollout_tools.report.recording import (
+    ClassCounts,
+    DraftCounts,
+    JobRecording,
+    PastLength,
+    ViewedProblem,
+    ViewedRollout,
+)
 
 START = 1_700_000_000.0
 
@@ -171,6 +178,11 @@ def small_job(problem_id: str = "sums/3", text: str = " 4") -> JobRecording:
         positions=[
             DraftCounts("engine-0", "16+" if position == 16 else str(position), 200 - 10 * position, 120 - 7 * position)
             for position in range(1, 17)
+        ],
+        classes=[
+            ClassCounts(f"engine-{number}", length_class, 100, 1600 // half, 800 // half, 500 // half)
+            for number in range(2)
+            for half, length_class in enumerate(("long", "medium"), start=1)
         ],
         problems=[ViewedProblem(problem_id, f"What is 2+2?{text}", viewed, 5)],
     )

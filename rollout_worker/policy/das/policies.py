@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from rollout_api.length_stats import LengthClass
-from rollout_store.arrays import Integers
+from rollout_store.arrays import Floats, Integers, with_row
+from rollout_store.history.remaining_length import remaining_quantiles
 from rollout_worker.policy.das.acceptance_curve import AcceptanceCurve, DasAcceptance
 from rollout_worker.policy.das.optimal import optimal_budgets
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits
+from rollout_worker.policy.length_classes import CLASSES
 from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, LengthSource, ReplanSchedule
 from rollout_worker.policy.step_cost import StepCost
+
+LENGTH_QUANTILES = 8
+"""Number of quantiles that describe the remaining length of a rollout."""
+_REPREDICT_FACTOR = 1.1
+"""Growth factor of a rollout after which its length is predicted again."""
+_REPREDICT_TOKENS = 32
+"""Number of tokens, in addition to that factor, after which the length is predicted again."""
+_REPLAN_STEPS = 16
+"""Number of steps after which ``das-optimal`` computes its plan again."""
+_MIN_REPLAN_STEPS = 4
+"""Number of steps after which it does so if rollouts have started or ended."""
+_SHARES = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
+"""Share of the draft length that ``das-classes`` gives to a rollout, by length class."""
+_SHARES_BY_NUMBER = np.array([_SHARES[one] for one in CLASSES])
 
 
 class DasClasses(LengthPredictingPolicy):
     """``das-classes``: the full draft length for long rollouts, half of it for medium ones, and none for short ones."""
 
-    _SHARES: ClassVar = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
-    """Share of the draft length by length class."""
-    _RECLASSIFY_TOKENS = 64
-    """Number of generated tokens after which a rollout is classified again."""
-
-    def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
-        super().__init__(limits, lengths)
-        self._share, self._reclassify_at = Column(), Column()
-
-    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
-        """See :meth:`DraftPolicy.open`."""
-        row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
-        self._share.initialize(row, 0.0)
-        self._reclassify_at.initialize(row, 0.0)
-        return row
-
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        generated = self._rollouts.generated[rows]
-        for index in np.flatnonzero(generated >= self._reclassify_at[rows]):
-            row = int(rows[index])
-            stats = self._lengths.of_problem(self._problems[row])
-            length_class = stats.length_class(self._lengths.overall(), so_far=int(generated[index]))
-            self._share.initialize(row, self._SHARES[length_class])
-            self._reclassify_at.initialize(row, float(generated[index] + self._RECLASSIFY_TOKENS))
-        shares = self._share[rows]
+        shares = _SHARES_BY_NUMBER[self._classify(rows)]
         tokens = np.ceil(self._max_useful(rows) * shares).astype(np.int64)
         return self._without_thresholds(rows, cost, self._limit_step(tokens, shares))
 
@@ -57,15 +48,22 @@ class DasOptimal(LengthPredictingPolicy):
 
     def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
         super().__init__(limits, lengths)
+        self._predicted_ends = np.zeros((0, LENGTH_QUANTILES))
+        """Quantiles of the total number of response tokens."""
+        self._predicted_at = np.zeros(0, np.int64)
+        """Number of response tokens at the last prediction; -1 before the first one."""
         self._overall_curve = AcceptanceCurve(limits.per_rollout)
         self._problem_curves: dict[str, tuple[int, AcceptanceCurve]] = {}
         """Problem id → the number of its running rollouts, and their acceptance."""
-        self._schedule = ReplanSchedule()
+        self._schedule = ReplanSchedule(_REPLAN_STEPS, _MIN_REPLAN_STEPS)
         self._tokens_per_step, self._unspent_tokens = Column(), Column()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """See :meth:`DraftPolicy.open`."""
         row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+        self._predicted_ends = with_row(self._predicted_ends, row)
+        self._predicted_at = with_row(self._predicted_at, row)
+        self._predicted_at[row] = -1
         running, curve = self._problem_curves.get(problem) or (
             0,
             AcceptanceCurve(self._limits.per_rollout, prior=self._overall_curve),
@@ -97,6 +95,7 @@ class DasOptimal(LengthPredictingPolicy):
 
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
+        self._classify(rows)
         if self._schedule.is_due():
             self._plan(rows, cost)
         unspent = self._unspent_tokens[rows] + self._tokens_per_step[rows]
@@ -116,3 +115,22 @@ class DasOptimal(LengthPredictingPolicy):
             cost.linear_between(len(rows), float(len(rows))),
         )
         self._tokens_per_step[rows] = optimum.draft_tokens / max(optimum.steps, 1.0)
+
+    def _remaining_quantiles(self, rows: Integers) -> Floats:
+        """Return quantiles of the tokens that rollouts still generate, at least 1; shape (rows, LENGTH_QUANTILES)."""
+        generated = self._rollouts.generated[rows]
+        due = (
+            (self._predicted_at[rows] < 0)
+            | (generated >= self._predicted_ends[rows, 0])
+            | (generated > self._predicted_at[rows] * _REPREDICT_FACTOR + _REPREDICT_TOKENS)
+        )
+        for row in rows[due].tolist():
+            so_far, max_tokens = int(self._rollouts.generated[row]), int(self._rollouts.max_tokens[row])
+            self._predicted_ends[row] = so_far + remaining_quantiles(
+                self._lengths.of_problem(self._problems[row]),
+                generated=so_far,
+                max_tokens=max(max_tokens, so_far + 1),
+                count=LENGTH_QUANTILES,
+            )
+            self._predicted_at[row] = so_far
+        return np.maximum(self._predicted_ends[rows] - generated[:, None], 1.0)

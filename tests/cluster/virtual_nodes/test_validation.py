@@ -135,6 +135,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"workers": {"tolerations": [{"operator": "Maybe"}]}}, "spec.workers.tolerations[0].operator"),
     ({"speculation": {"policy": "magic"}}, "spec.speculation.policy"),
     ({"speculation": {"maxDraftTokens": 65}}, "spec.speculation.maxDraftTokens"),
+    ({"speculation": {"minSurvival": 1.5}}, "spec.speculation.minSurvival"),
     ({"history": {"name": "UPPER"}}, "spec.history.name"),
     ({"history": {"maxBytes": "1000k"}}, "at least 1Mi"),
     ({"history": {"maxBytes": "64GB"}}, "spec.history.maxBytes"),

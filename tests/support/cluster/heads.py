@@ -10,12 +10,17 @@ from contextlib import suppress
 from aiohttp import web
 from rollout_operator.objects import names
 
+from rollout_api.length_stats import LengthClass
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.job import EngineReport
 from rollout_store.runtime.engine_metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from tests.support.job_status import job_status
 
-_LABELS = {"source": ("history", "siblings", "self", "pool"), "position": [*map(str, range(1, 16)), "16+"]}
+_LABELS = {
+    "source": ("history", "siblings", "self", "pool"),
+    "position": [*map(str, range(1, 16)), "16+"],
+    "class": list(LengthClass),
+}
 """Values of the labels of engines' counters."""
 
 
@@ -31,7 +36,8 @@ class Heads(StatusServer):
                 max_running=128,
                 counters=dict.fromkeys(ENGINE_METRICS, 123456.789),
                 labeled_counters={
-                    name: dict.fromkeys(_LABELS[label], 123456) for name, (label, _) in LABELED_ENGINE_METRICS.items()
+                    name: dict.fromkeys(_LABELS[label], 123456)
+                    for name, (_, label, _) in LABELED_ENGINE_METRICS.items()
                 },
             )
             for number in range(num_engines)

@@ -239,7 +239,6 @@ def _clairvoyant() -> Method:
 
 _PAPER = "reimplemented from the paper"
 _ONLY_POLICY = "with this project's drafts, history, scheduling and governor"
-_LENGTHS = [{"max_draft": value} for value in (8, 16)]
 _TOKEN_PROBABILITIES = [{"min_token_prob": value} for value in (0.1, 0.3, 0.5, 0.7)]
 _SURVIVALS = (0.2, 0.35, 0.5, 0.65)
 _OUR_GRID = [{"max_draft": value} for value in (8, 16, 32)]
@@ -265,20 +264,20 @@ RIVALS: dict[str, Rival] = {
     ),
     "suffix-gpu": Rival(_suffix_gpu, _TOKEN_PROBABILITIES[1:], "suffix-gpu's code"),
     "das-classes": Rival(
-        lambda **values: _ours(policy="das-classes", **values), _LENGTHS, f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
+        lambda **values: _ours(policy="das-classes", **values), [{}], f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
     ),
     "das-classes-threshold": Rival(
         lambda **values: _ours(policy="das-classes", **values),
-        [{"min_survival": value} for value in _SURVIVALS],
+        [{"min_survival": value} for value in (0.2, 0.5)],
         f"{_PAPER}, with a threshold, {_ONLY_POLICY}",
         tunes_order=False,
     ),
     "das-optimal": Rival(
-        lambda **values: _ours(policy="das-optimal", **values), _LENGTHS, f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
+        lambda **values: _ours(policy="das-optimal", **values), [{}], f"{_PAPER}, {_ONLY_POLICY}", tunes_order=False
     ),
     "das-optimal-threshold": Rival(
         lambda **values: _ours(policy="das-optimal", **values),
-        [{"min_survival": value} for value in _SURVIVALS],
+        [{"min_survival": value} for value in (0.2, 0.5)],
         f"{_PAPER}, with a threshold, {_ONLY_POLICY}",
         tunes_order=False,
     ),
@@ -310,13 +309,13 @@ RIVALS: dict[str, Rival] = {
     ),
     "with-lengths": Rival(
         lambda **values: _ours(policy="marginal-with-lengths", **values),
-        _OUR_GRID,
+        [{}],
         "this project's marginal-with-lengths",
         tunes_order=False,
     ),
     "known-lengths": Rival(
         lambda **values: _ours(policy="known-lengths", **values),
-        _OUR_GRID,
+        [{}],
         "a bound for it: it knows the length of each rollout",
         tunes_order=False,
     ),

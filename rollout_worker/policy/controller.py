@@ -113,6 +113,8 @@ class DraftController:
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s, self._budgets = Column(), Column()
         """Seconds that an accepted token of each rollout saves, and the draft tokens that its next step may have."""
+        self._step_values_s = Column()
+        """What a step of each rollout is worth, in seconds or relative to the others."""
         self._accepted_per_step, self._steps_with_drafts = Column(), Column()
         """Average of each rollout's accepted tokens per step with drafts, and number of these steps."""
         self._mean_accepted: float | None = None
@@ -132,6 +134,7 @@ class DraftController:
         row = self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
         self.governor.open(row)
         self._token_values_s.initialize(row, 0.0)
+        self._step_values_s.initialize(row, 0.0)
         self._budgets.initialize(row, 0.0)
         self._accepted_per_step.initialize(row, self._mean_accepted or 0.0)
         self._steps_with_drafts.initialize(row, 0.0 if self._mean_accepted is None else _PRIOR_ACCEPTANCE_STEPS)
@@ -184,6 +187,7 @@ class DraftController:
         # With several micro-batches, a rollout shares c_base only with those of its own.
         budgets = self._policy.compute_budgets(rows, cost._replace(base_s=cost.base_s * len(rows) / rollouts))
         self._token_values_s[rows] = budgets.token_values_s
+        self._step_values_s[rows] = np.ones(len(rows)) if budgets.step_values_s is None else budgets.step_values_s
         max_tokens = rollouts * self.uniform_lengths[-1] if self.uniform_lengths else int(budgets.tokens.sum())
         self.draft_costs_s = cost.draft_costs(rollouts, max_tokens, graphs)
         if budgets.shortens and rollouts <= graphs.max_tokens:
@@ -267,17 +271,21 @@ class DraftController:
         return number
 
     def _saved_share(self, rows: Integers, accepted: Integers) -> float:
-        """Return the share of a step with drafts that its accepted tokens have saved the rollouts on average.
+        """Return the share of a step with drafts that its accepted tokens have saved the batch.
 
-        A rollout that accepts a tokens per step with drafts needs 1 + a times as many steps without drafts, so that an
-        accepted token saves 1 / (1 + a) of a step.
+        It is the mean over the rollouts, weighted by what a step of each is worth. A rollout that accepts a tokens per
+        step with drafts needs 1 + a times as many steps without drafts, so that an accepted token saves 1 / (1 + a) of
+        a step.
         """
         steps = self._steps_with_drafts[rows] + 1
         usual = self._accepted_per_step[rows]
         usual += (accepted - usual) / np.minimum(steps, _ACCEPTANCE_WINDOW_STEPS)
         self._steps_with_drafts[rows], self._accepted_per_step[rows] = steps, usual
         self._mean_accepted = float(usual.mean())
-        return float((accepted / (1.0 + usual)).mean())
+        saved = accepted / (1.0 + usual)
+        values = self._step_values_s[rows]
+        # A rollout that has just begun has no value yet.
+        return float((saved * values).sum() / values.sum()) if values.any() else float(saved.mean())
 
     def _observe_time(
         self, step: StepOutcome, accepted: Integers, micro_batch: int, seconds: float, drafting_s: float

@@ -114,6 +114,8 @@ class DraftBudgets(NamedTuple):
     """Seconds that one accepted token saves the batch."""
     shortens: bool = False
     """Whether drafts may be shorter, so that all of them together save most time."""
+    step_values_s: Floats | None = None
+    """Seconds that the batch is shorter if one of them needs one step less; None: the same for all."""
 
 
 class DraftLimits(NamedTuple):
@@ -263,4 +265,5 @@ class Marginal(DraftPolicy):
         values = self._token_values(rows, cost, base_shares)
         tokens = self._limit_step(self._max_useful(rows), values)
         min_survivals = np.minimum(cost.per_token_s / np.maximum(values, 1e-12), 1.0)
-        return DraftBudgets(tokens, min_survivals, values, shortens=True)
+        step_values = None if base_shares is None else values * np.maximum(self._rollouts.tokens_per_step[rows], 1.0)
+        return DraftBudgets(tokens, min_survivals, values, shortens=True, step_values_s=step_values)

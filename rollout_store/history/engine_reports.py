@@ -33,7 +33,7 @@ class OwnEngineReport:
     counters: Mapping[str, float]
     """Its statistics by name, those of ``rollout_engine_*`` metrics."""
     labeled_counters: Mapping[str, Mapping[str, int]]
-    """Its numbers of draft tokens by name and label, those of ``rollout_engine_*`` metrics with a further label."""
+    """Its numbers by name and label, those of ``rollout_engine_*`` metrics with a further label."""
 
     def to_json(self) -> str:
         """Encode the report."""

@@ -74,7 +74,7 @@ class EngineReport:
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
     labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.engine`."""
+    """Numbers by name and label, those of :data:`~rollout_store.runtime.engine_metrics.LABELED_ENGINE_METRICS`."""
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:

@@ -428,7 +428,7 @@ class DraftingExtension(EngineExtension):
 
 
 def labeled_counters(index: SuffixIndex, classes: LengthClasses | None = None) -> dict[str, Mapping[str, int]]:
-    """Return an index's counters of draft tokens by name, and then by label.
+    """Return the numbers of draft tokens, and of rollouts in length classes, by name and then by label.
 
     Labels are sources, or the positions 1, 2, … of a draft, or the length classes of rollouts. The last position, such
     as 16+, also counts all later positions. Positions after the last one that was verified are left out.

@@ -135,9 +135,10 @@ class SuffixIndex:
         This reads these to their ends, which takes tens of microseconds.
 
         Returns:
-            How many tokens follow the end of the response in them, the geometric mean of the best matches (None if no
-            earlier rollout contains its last token); how many tokens the best match has in common with the end of the
-            response; and how many tokens at its end occur earlier in the response or its prompt.
+            How many tokens follow the end of the response in them, counting one that ends each: the geometric mean of
+            the best matches, which are at least half as long as the longest (None if no earlier rollout contains its
+            last token); how many tokens the longest match has in common with the end of the response; and how many
+            tokens at its end occur earlier in the response or its prompt.
 
         Raises:
             KeyError: for a handle that is not open.

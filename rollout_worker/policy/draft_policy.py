@@ -135,7 +135,9 @@ class Position(NamedTuple):
     """Where a response is in comparison with earlier rollouts of its problem, and with itself."""
 
     rest: float | None
-    """Number of tokens that follow the end of the response in earlier rollouts; None if it does not occur in them."""
+    """Number of tokens that follow the end of the response in earlier rollouts, the last one of which ends them.
+
+    None if it does not occur in them."""
     match: int
     """Number of tokens that these have in common with the end of the response."""
     own_match: int

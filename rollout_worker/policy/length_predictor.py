@@ -79,7 +79,7 @@ class Evidence:
     running: Sequence[int] = ()
     """Numbers of tokens of all rollouts of the problem that are running, this one included."""
     text_rest: float | None = None
-    """Number of tokens that follow the end of the response in earlier rollouts."""
+    """Number of tokens that follow the end of the response in earlier rollouts, the last one of which ends them."""
     match: int = 0
     """Number of tokens that these have in common with the end of the response."""
     own_match: int = 0
@@ -129,7 +129,7 @@ class LengthPredictor:
         features[_FIRST_FEATURES[Source.LENGTHS]] = of_problem - baseline
         if evidence.text_rest is not None and evidence.match >= _MATCHES[0]:
             degree = sum(evidence.match >= length for length in _MATCHES) - 1
-            difference = math.log(evidence.text_rest + 1.0) - baseline
+            difference = math.log(max(evidence.text_rest, 1.0)) - baseline
             features[_FIRST_FEATURES[Source.TEXT] + degree] = difference
         if evidence.own_match >= _LOOP_MATCH:
             features[_FIRST_FEATURES[Source.LOOPS]] = math.log(limit - evidence.generated) - baseline

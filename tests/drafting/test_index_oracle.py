@@ -341,3 +341,32 @@ def test_a_draft_has_its_expected_number_of_accepted_tokens() -> None:
     found = index.draft(handle, 8)
     assert 8 == len(found)
     assert found.expected == pytest.approx(np.cumprod(found.probabilities).sum())
+
+
+@settings(deadline=None)
+@given(st.lists(texts(), max_size=6), texts().filter(bool))
+def test_the_position_of_a_text_follows_from_the_occurrences_of_its_end(
+    rollouts: list[list[int]], response: list[int]
+) -> None:
+    index = SuffixIndex()
+    index.add("p", [(str(number), 0, as_array(tokens)) for number, tokens in enumerate(rollouts)])
+    handle = index.open("p", PROMPT, ("history", "self"))
+    index.extend(handle, as_array(response))
+    found = index.occurrences(handle, length=1000)
+    longest, own = (
+        max((one.match_length for one in found if one.source == source), default=0) for source in ("history", "self")
+    )
+    rests = [len(one.tokens) + 1 for one in found if one.source == "history" and 2 * one.match_length >= longest]
+    rest, match, own_match = index.text_position(handle)
+    assert (longest, own) == (match, own_match)
+    if rests:
+        assert rest == pytest.approx(np.exp(np.log(rests).mean()))
+    else:
+        assert rest is None
+
+
+def test_the_rest_of_a_text_is_that_of_the_rollout_that_it_follows() -> None:
+    index, handle = open_request(list(range(40, 60)))
+    rest, match, own_match = index.text_position(handle)
+    assert rest == pytest.approx(100 - 60 + 1)
+    assert (20, 0) == (match, own_match)

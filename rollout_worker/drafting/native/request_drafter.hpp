@@ -81,7 +81,7 @@ struct OccurrenceText {
 
 // Where a response is in comparison with the earlier rollouts of its problem.
 struct TextPosition {
-  double rest;            // geometric mean of the numbers of tokens that follow in them; NaN without a match
+  double rest;            // geometric mean of the numbers of tokens that follow in them, and one; NaN without a match
   std::size_t match;      // number of tokens that the best match has in common with the end of the response
   std::size_t own_match;  // number of tokens at its end that occur earlier in the response or its prompt
 };

@@ -75,6 +75,13 @@ def test_every_plot_is_drawn_without_errors_and_without_a_network(
     page.close()
 
 
+def test_length_classes_are_shown_if_the_policy_determines_them() -> None:
+    job = small_job()
+    assert "drafts-by-class" in render_page(job)
+    for classes in ([], [one._replace(steps=0) for one in job.classes]):  # nothing was decoded
+        assert "drafts-by-class" not in render_page(replace(job, classes=classes))
+
+
 def test_a_hostile_text_is_only_shown(browser: Browser, tmp_path: Path) -> None:
     job = small_job(HOSTILE, HOSTILE)
     job = replace(job, name=HOSTILE, model=HOSTILE, ended=[replace(one, engine=f"{HOSTILE}-1") for one in job.ended])

@@ -96,10 +96,13 @@ class EndedRollout:
     def unpack(cls, data: bytes, arrived_at: float, finished_at: float) -> Self:
         """Decode an entry; values that only a later release knows are ignored.
 
+        The entries of releases without length classes have none.
+
         Raises:
             CodecError: if *data* is not an entry.
         """
-        values = _unpack(data, len(fields(cls)) - _REDIS_TIMES)
+        count = len(fields(cls)) - _REDIS_TIMES
+        values = _unpack(data, count, optional=1)
         return replace(cls(*values), arrived_at=arrived_at, finished_at=finished_at)
 
 
@@ -191,8 +194,8 @@ class Measurement:
         return cls(time, *values)
 
 
-def _unpack(data: bytes, count: int) -> list[Any]:
-    """Return the first *count* values of an entry.
+def _unpack(data: bytes, count: int, *, optional: int = 0) -> list[Any]:
+    """Return the first *count* values of an entry, the last of which may be missing if they are *optional*.
 
     Raises:
         CodecError: *data* has fewer values, or is something else.
@@ -201,6 +204,6 @@ def _unpack(data: bytes, count: int) -> list[Any]:
         values = msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException) as error:
         raise CodecError(f"not an entry of a timeline: {error}") from None
-    if not isinstance(values, list) or len(values) < count:
-        raise CodecError(f"not an entry of a timeline: {count} values were expected")
+    if not isinstance(values, list) or len(values) < count - optional:
+        raise CodecError(f"not an entry of a timeline: {count - optional} values were expected")
     return values[:count]

@@ -66,6 +66,13 @@ def test_values_of_a_later_release_are_ignored(rollout: EndedRollout, measuremen
     assert measurement == Measurement.unpack(later, measurement.time)
 
 
+@given(ended_rollouts)
+def test_rollouts_of_an_earlier_release_have_no_length_class(rollout: EndedRollout) -> None:
+    earlier = msgpack.packb(msgpack.unpackb(rollout.pack())[:-1])
+    read = EndedRollout.unpack(earlier, rollout.arrived_at, rollout.finished_at)
+    assert replace(rollout, length_class="") == read
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb("text"), msgpack.packb([1, 2])])
 def test_what_is_no_entry_is_rejected(data: bytes) -> None:
     with pytest.raises(CodecError, match="not an entry of a timeline"):

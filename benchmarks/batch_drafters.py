@@ -19,12 +19,15 @@ from benchmarks.replay import END_OF_TURN, with_end_of_turn
 from benchmarks.rollout_bench.policies import MAX_BATCHED_TOKENS
 from benchmarks.suffix_drafters import PEERS_DIRECTORY
 from benchmarks.traces import Problem, Tokens, Trajectory
+from rollout_api.manifest.spec import PolicyName
+from rollout_store.history.known_lengths import KnownLengths
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, LookUps
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits, Marginal
+from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.named_policies import make_policy
 from rollout_worker.policy.step_cost import H100_7B
 
 GROUP = 8
@@ -161,26 +164,37 @@ class _Drafts:
 
 
 class LoopDrafter(_Drafts):
-    """The drafting loop of an engine: the index with all sources, under the policy ``marginal``."""
+    """The drafting loop of an engine: the index with all sources, and a draft policy."""
 
     name = "das-rollout"
 
     def __init__(
-        self, problems: Sequence[Problem], size: int, longest: int, *, threads: int, draft_ahead: bool = True
+        self,
+        problems: Sequence[Problem],
+        size: int,
+        longest: int,
+        *,
+        threads: int,
+        draft_ahead: bool = True,
+        policy: PolicyName = "marginal",
     ) -> None:
         """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
         super().__init__(size)
+        lengths = KnownLengths()
         self.index = SuffixIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
         for problem in problems:
             turns = [first_turn(trajectory) for trajectory in problem.history]
             rollouts = [(f"{problem.name}/{number}", 0, turn, _NO_CONTEXT) for number, turn in enumerate(turns)]
             self.index.add(problem.name, rollouts)
+            lengths.add(problem.name, [(0, len(turn), False) for turn in turns])
         self.index.wait_idle()
         # A step does not last as long as in an engine, so that it must neither change the budgets nor disable drafts.
-        policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS))
+        controller = DraftController(
+            make_policy(policy, DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths), H100_7B, governed=False
+        )
         self._token_ids = np.zeros((size, longest + 2 * MAX_DRAFT), np.int32)
         arrays = EngineArrays(self._token_ids, self.drafts, self.lengths)
-        self.loop = DraftingLoop(self.index, DraftController(policy, H100_7B, governed=False), arrays)
+        self.loop = DraftingLoop(self.index, controller, arrays)
         self._request_ids = [""] * size
         self._num_tokens, self._places = np.zeros(size, np.int32), np.arange(size)
         self._verified = np.zeros(size, np.int64)

@@ -60,6 +60,7 @@ PEERS: dict[type[SuffixProposerDrafter] | type[SuffixGpuDrafter], int] = {
 REQUEST_BYTES_TARGET = 64 * 1024
 """Target for the bytes of the index for each running rollout."""
 WITHOUT_AHEAD = "das-rollout without drafting ahead"
+WITH_LENGTHS = "das-rollout with marginal-with-lengths, threads 1"
 MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
 
 
@@ -77,7 +78,7 @@ def competitors(count: int) -> Iterator[None]:
 
 def run_steps(drafter: BatchDrafter, batch: RecordedBatch, steps: int) -> dict[str, Any]:
     """Run decoding steps and return the seconds that each spent drafting, and the numbers of tokens."""
-    seconds, drafted, sampled = [], 0, 0
+    seconds, planning, drafted, sampled = [], [], 0, 0
     for _ in range(steps):
         batch.verify(drafter.drafts, drafter.lengths)
         verified = drafter.lengths.copy()
@@ -87,19 +88,20 @@ def run_steps(drafter: BatchDrafter, batch: RecordedBatch, steps: int) -> dict[s
         ended = time.perf_counter()
         seconds.append(ended - started)
         drafter.after_step(batch.num_sampled, verified)
+        planning.append(time.perf_counter() - ended)
         drafter.lengths[batch.replace_ended(drafter)] = 0
         drafted, sampled = drafted + int(verified.sum()), sampled + int(batch.num_sampled.sum())
         tokens = len(verified) + int(drafter.lengths.sum())
         forward_s = H100_7B.step_time(tokens, int(batch.context_tokens.sum()))
         time.sleep(max(0.0, ended + forward_s - time.perf_counter()))
-    return {"seconds": seconds, "drafted": drafted, "sampled": sampled}
+    return {"seconds": seconds, "planning": planning, "drafted": drafted, "sampled": sampled}
 
 
 def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps: int, rounds: int) -> dict[str, Any]:
     """Return the time and the outcome of the steps of a batch of *size* rollouts, in rounds with a new drafter each."""
     turns = [(trajectory, first_turn(trajectory)) for problem in problems for trajectory in problem.evaluated]
     longest = max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns)
-    p50, p99, outcomes = [], [], []
+    p50, p99, planning, outcomes = [], [], [], []
     look_ups = np.zeros(3, np.int64)
     total_bytes = request_bytes = 0
     for _ in range(rounds):
@@ -120,6 +122,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         outcomes.append(outcome)
         p50.append(1e6 * quantile(outcome["seconds"], 0.5))
         p99.append(1e6 * quantile(outcome["seconds"], 0.99))
+        planning.append(1e6 * quantile(outcome["planning"], 0.99))
     total = steps * rounds * size
     drafted, sampled = sum(each["drafted"] for each in outcomes), sum(each["sampled"] for each in outcomes)
     return {
@@ -127,6 +130,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         "batch": size,
         "p50_us": spread(p50),
         "p99_us": spread(p99),
+        "planning_p99_us": spread(planning),
         "drafted_per_step": drafted / total,
         "accepted_per_step": sampled / total - 1.0,
         "found_share": float(look_ups[0] / max(look_ups.sum(), 1)),
@@ -186,10 +190,17 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
             ]
     for each in measurements:
         for other in measurements:
-            if each.get("threads") == 1 and other["drafter"] == WITHOUT_AHEAD and other["batch"] == each["batch"]:
+            if each.get("threads") != 1 or other["batch"] != each["batch"]:
+                continue
+            if other["drafter"] == WITHOUT_AHEAD:
                 ratio = each["p99_us"]["median"] / other["p99_us"]["median"]
                 name = f"critical path, p99, batch {each['batch']}, threads 1"
                 figures.append(Figure(name, ratio, "times that without drafting ahead", "", "<=", 1.0))
+            if other["drafter"] == WITH_LENGTHS:
+                for quantile_name in ("p50_us", "p99_us", "planning_p99_us"):
+                    ratio = other[quantile_name]["median"] / each[quantile_name]["median"]
+                    name = f"{quantile_name}, batch {each['batch']}, {WITH_LENGTHS}"
+                    figures.append(Figure(name, ratio, "times that of marginal", each["drafter"], "<=", None))
     for each in measurements:
         for peer in measurements:
             if each.get("threads") == 1 and "steps" in peer and peer["batch"] == each["batch"]:
@@ -236,6 +247,10 @@ def run(options: argparse.Namespace, problems: Sequence[Problem]) -> None:
             measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
             measurements.append({**measured, "threads": threads})
             print(measurements[-1], flush=True)
+        make = partial(LoopDrafter, threads=1, policy="marginal-with-lengths")
+        measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
+        measurements.append({**measured, "drafter": WITH_LENGTHS})
+        print(measurements[-1], flush=True)
         make = partial(LoopDrafter, threads=1, draft_ahead=False)
         measured = measure(make, problems, size, steps=options.steps, rounds=1)
         measurements.append({**measured, "drafter": WITHOUT_AHEAD})

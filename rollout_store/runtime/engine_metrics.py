@@ -28,6 +28,10 @@ ENGINE_METRICS: dict[str, tuple[MetricKind, str]] = {
     "drafting_failures": (_COUNTER, "How often drafting failed; each failure costs the drafts of one step."),
     "index_bytes": (_GAUGE, "Memory of the suffix index."),
     "cost_base_seconds": (_GAUGE, "Cost model: constant part of a verification step."),
+    "length_explained_ratio": (
+        _GAUGE,
+        "Share of the variance of remaining lengths (in logarithms) that marginal-with-lengths has explained so far.",
+    ),
     "cost_token_seconds": (_GAUGE, "Cost model: time per verified token."),
     "cost_context_token_seconds": (_GAUGE, "Cost model: time per token of context."),
     "cost_drafting_seconds": (_GAUGE, "Cost model: time of drafting in a step."),

@@ -13,6 +13,7 @@ _STATS = (
     "index_bytes",
     "cost_base_seconds",
     "cost_token_seconds",
+    "length_explained_ratio",
     "cost_context_token_seconds",
     "cost_drafting_seconds",
     "cost_experts_seconds",

@@ -417,6 +417,7 @@ class DraftingExtension(EngineExtension):
             "cost_drafting_seconds": cost.drafting_s,
             "cost_experts_seconds": controller.fit.cost.experts_s,
             "cost_error_ratio": controller.fit.median_relative_error,
+            "length_explained_ratio": controller.explained_lengths,
             "timed_seconds": controller.timed_s,
             "timed_seconds_without_drafts": controller.without_drafts_s,
             "drafting_disabled": float(controller.governor.drafting_disabled),

@@ -129,6 +129,11 @@ class DraftController:
         """The length classes of the rollouts, if the policy determines them."""
         return self._policy.length_classes
 
+    @property
+    def explained_lengths(self) -> float:
+        """See :attr:`DraftPolicy.explained_lengths`."""
+        return self._policy.explained_lengths
+
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """Start to follow a rollout and return its row; see :meth:`DraftPolicy.open`."""
         row = self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)

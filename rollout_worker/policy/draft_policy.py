@@ -147,6 +147,9 @@ class Position(NamedTuple):
 class DraftPolicy(ABC):
     """Decides how many tokens to draft for each running rollout. A rollout is identified by its row."""
 
+    explained_lengths: float = 0.0
+    """Share of the variance of remaining lengths that predictions have explained so far; 0 without predictions."""
+
     def __init__(self, limits: DraftLimits) -> None:
         self._limits = limits
         self._rollouts = RolloutTable()

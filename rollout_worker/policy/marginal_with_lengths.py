@@ -99,6 +99,7 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
             for made, length in self._ended:
                 self._predictor.learn(made, length)
             self._ended.clear()
+            self.explained_lengths = self._predictor.explained
 
     def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
         """See :meth:`DraftPolicy.examine`."""
@@ -135,7 +136,7 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
     @property
     def trust(self) -> float:
         """By how much the shares follow from predictions, from 0 to 1; otherwise they are the same."""
-        return math.sqrt(self._predictor.explained)
+        return math.sqrt(self.explained_lengths)
 
     def _has_predictions(self, rows: Integers) -> bool:
         return bool((self._examined_at[rows] >= 0).all())

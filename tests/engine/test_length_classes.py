@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollout_api.manifest.spec import Sampling
+from rollout_api.manifest.spec import PolicyName, Sampling
 from rollout_api.protocol.history_encoding import decode_draft_sources
 from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.draft_settings import DraftingConfig
@@ -24,16 +25,43 @@ LENGTHS = {"short": 20, "medium": 50, "long": 100}
 
 
 @pytest.fixture
-def classifying_engine(
+def start(
     model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
-) -> Iterator[EngineHarness]:
-    engine = loop.run(Engine.start(engine_config(model, replace(drafting_config, policy="das-classes"))))
-    yield EngineHarness(engine, loop, history_store)
-    engine.close()
+) -> Iterator[Callable[[PolicyName], EngineHarness]]:
+    """Starts an engine with a draft policy."""
+    with ExitStack() as engines:
+
+        def start(policy: PolicyName) -> EngineHarness:
+            engine = loop.run(Engine.start(engine_config(model, replace(drafting_config, policy=policy))))
+            engines.callback(engine.close)
+            return EngineHarness(engine, loop, history_store)
+
+        yield start
 
 
-def test_a_rollout_is_drafted_for_according_to_its_class(classifying_engine: EngineHarness) -> None:
-    engine = classifying_engine
+def test_an_engine_learns_what_the_lengths_of_a_problem_say_about_new_ones(
+    start: Callable[[PolicyName], EngineHarness],
+) -> None:
+    engine = start("marginal-with-lengths")
+    lengths = {"short": 30, "long": 200}
+    for problem, length in lengths.items():
+        engine.add_history(problem, [[7] * length] * 4)
+    drafted = 0
+    for _ in range(4):
+        for problem, length in lengths.items():
+            sampling = Sampling(n=1, max_tokens=length, temperature=0, allowed_token_ids=WITHOUT_EOS)
+            (result,) = engine.sample([PROMPT], sampling, problem)
+            assert len(result.token_ids) == length
+            drafted += result.num_draft_tokens
+    stats = engine.loop.run(engine.engine.stats())
+    assert drafted > 0
+    assert stats["length_explained_ratio"] > 0
+    assert stats["labeled_counters"]["class_steps"]["long"] > 0
+    assert stats["drafting_failures"] == 0
+
+
+def test_a_rollout_is_drafted_for_according_to_its_class(start: Callable[[PolicyName], EngineHarness]) -> None:
+    engine = start("das-classes")
 
     def sample(problem: str, tokens: int) -> tuple[list[int], bytes, int, str]:
         sampling = Sampling(n=1, max_tokens=tokens, temperature=0, allowed_token_ids=WITHOUT_EOS)

@@ -19,12 +19,12 @@ from benchmarks.traces import Tokens, load_tokenizer, named_files, read_trace
 from rollout_store.arrays import Floats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.policy.length_predictor import Evidence, Example, LengthPredictor, Source
+from rollout_worker.policy.marginal_with_lengths import EXAMINE_FACTOR, EXAMINE_TOKENS
 
 LIVES = (0.1, 0.5, 0.9)
 """Shares of a rollout's life at which its predicted length is compared with the real one."""
 QUANTILES = (0.1, 0.5, 0.9)
 """Predicted quantiles that are compared: as large a share of the rollouts should end earlier."""
-_GROWTH = 1.25
 _COUNT = 20
 """Number of quantiles that are predicted; those of QUANTILES are between them."""
 _BASELINE = "lengths of all problems"
@@ -119,10 +119,10 @@ class Replay:
         for trajectory in group.rollouts:
             tokens = np.concatenate([segment.tokens for segment in trajectory.segments if segment.generated])
             points = {max(1, int(life * len(tokens))) for life in LIVES} | {len(tokens)}
-            point = 64.0
+            point = float(EXAMINE_TOKENS)
             while point < len(tokens):
                 points.add(int(point))
-                point = point * _GROWTH + 64
+                point = point * EXAMINE_FACTOR + EXAMINE_TOKENS
             yield Running(
                 group.problem, tokens, self._index.open(group.problem, trajectory.prompt), tuple(sorted(points))
             )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Booleans = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 _MIN_ROWS = 16

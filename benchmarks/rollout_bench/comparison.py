@@ -36,7 +36,7 @@ LENGTH_METHODS = (
 MIN_SHARE_OF_BOUND = 0.5
 """Share of the gain with known lengths that predicted lengths aim at."""
 MAX_LOSS = 1.005
-"""The longest that a job may take with predicted lengths, relative to the same policy without."""
+"""The longest that a job may take with predicted lengths, relative to this project's default policy."""
 MIN_SAVED, MIN_SAVED_WITHOUT_HISTORY = 0.7, 0.35
 """Shares of the makespan of plain decoding that this project aims to save: with 128 rollouts on eight engines of a 7B
 model, and in the epoch without history."""
@@ -161,6 +161,8 @@ def _length_figures(name: str, methods: Mapping[str, Row]) -> list[Figure]:
             ]
     if LENGTHS in methods:
         gain, bound = (1 / compare(methods[method], methods[OURS]).ratio - 1 for method in (LENGTHS, KNOWN_LENGTHS))
-        share = f"gain of {LENGTHS} over {OURS} (simulated), {name}"
-        figures.append(Figure(share, gain / bound, "of the bound's", KNOWN_LENGTHS, ">=", MIN_SHARE_OF_BOUND))
+        if bound > 0:
+            name = f"gain of {LENGTHS} over {OURS} (simulated), {name}"
+            unit = "of that with known lengths"
+            figures.append(Figure(name, gain / bound, unit, KNOWN_LENGTHS, ">=", MIN_SHARE_OF_BOUND))
     return figures

@@ -316,7 +316,7 @@ RIVALS: dict[str, Rival] = {
     "known-lengths": Rival(
         lambda **values: _ours(policy="known-lengths", **values),
         [{}],
-        "a bound for it: it knows the length of each rollout",
+        "the same with known lengths",
         tunes_order=False,
     ),
     "das-rollout": Rival(_ours, _OUR_GRID, "this project", tunes_order=False),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout_store.arrays import Floats, Integers
+from rollout_store.arrays import Booleans, Floats, Integers
 from rollout_worker.policy.das.policies import DasClasses, DasOptimal
 from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy, Fixed, Marginal, Position
 from rollout_worker.policy.marginal_with_lengths import NUM_QUANTILES, MarginalWithLengths
@@ -41,8 +41,8 @@ class WithKnownLengths(MarginalWithLengths):
         """Do nothing."""
         return 0
 
-    def _has_predictions(self, rows: Integers) -> bool:
-        return True
+    def _is_predicted(self, rows: Integers) -> Booleans:
+        return np.full(len(rows), True)
 
     def _log_rests(self, rows: Integers) -> Floats:
         rests = self._rollouts.max_tokens[rows] - KNOWN_END_MARGIN - self._rollouts.generated[rows]

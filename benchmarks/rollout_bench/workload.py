@@ -150,7 +150,8 @@ def make_long_tail_job(trajectories: Sequence[Trajectory], half: Half, *, rollou
 
     The logarithm of a length is normally distributed, with the median 500 and a standard deviation of 1. Half of its
     variance is between problems. Lengths are cut off at 4,096 tokens. A problem has eight rollouts in each epoch, which
-    consist of its recorded rollouts of one checkpoint, one after the other; each is used once.
+    consist of its recorded rollouts of one checkpoint, one after the other; each is used once. Where these do not
+    suffice, the last rollouts of a problem are shorter, or missing.
 
     Args:
         trajectories: all trajectories of a trace with checkpoints.
@@ -171,7 +172,7 @@ def make_long_tail_job(trajectories: Sequence[Trajectory], half: Half, *, rollou
             recorded = _epochs(problems[name])[epoch]
             text = np.concatenate([segment.tokens for one in recorded for segment in one.segments])
             logs = mean + math.sqrt(0.5) * generator.standard_normal(_LONG_TAIL_SAMPLES)
-            lengths = np.minimum(np.exp(logs), _LONG_TAIL_TOKENS).astype(int) + 1
+            lengths = np.clip(np.exp(logs), 1, _LONG_TAIL_TOKENS).astype(int)
             parts = np.split(text, np.cumsum(lengths))[:_LONG_TAIL_SAMPLES]
             rolled = (
                 Trajectory(name, sample, recorded[0].checkpoint, recorded[0].prompt, (Segment(True, part),))
@@ -182,7 +183,7 @@ def make_long_tail_job(trajectories: Sequence[Trajectory], half: Half, *, rollou
             TrainingStep(epoch, block, tuple(groups[block * per_step : (block + 1) * per_step]))
             for block in range(len(names) // per_step)
         ]
-    return Job(tuple(steps), {}, _LONG_TAIL_TOKENS + 1)
+    return Job(tuple(steps), {}, _LONG_TAIL_TOKENS)
 
 
 def _epochs(samples: list[Trajectory]) -> list[list[Trajectory]]:

@@ -378,7 +378,8 @@ class HistorySync:
             cursors = {problem: self._cursors.get(problem, START) for problem in batch}
             slices = self.store.read(cursors, with_rewards=self._unread.intersection(batch), count=ENTRIES_PER_READ)
             for problem, log_slice in slices.items():
-                if self._cursors.get(problem, START) == cursors[problem]:  # not evicted by a problem before it
+                # Not evicted by a problem before it; and after the end, another thread may write to the index.
+                if self._cursors.get(problem, START) == cursors[problem] and not self._stopping:
                     self._add_slice(problem, log_slice)
                     self._forget_evicted()
                     if not log_slice.has_more:

@@ -132,13 +132,20 @@ class SuffixIndex:
     def text_position(self, handle: int) -> tuple[float | None, int, int]:
         """Compare the end of a request's response with the earlier rollouts of its problem.
 
-        This reads these to their ends, which takes tens of microseconds.
+        This reads up to 32 of these to their ends, which takes a tenth of a millisecond for long ones.
 
         Returns:
             How many tokens follow the end of the response in them, counting one that ends each: the geometric mean of
             the best matches, which are at least half as long as the longest (None if no earlier rollout contains its
             last token); how many tokens the longest match has in common with the end of the response; and how many
-            tokens at its end occur earlier in the response or its prompt.
+            tokens at its end occur earlier in the response.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+
+    def has_ended(self, handle: int) -> bool:
+        """Return whether a stop token, or the maximum number of tokens, has ended a request's response.
 
         Raises:
             KeyError: for a handle that is not open.

@@ -149,6 +149,8 @@ class DraftingLoop:
         """Whether the next step waits for the drafter, although an engine without drafts would have launched it."""
         self._drafting_s = 0.0
         """Seconds for which the engine has waited for the drafter since the step began."""
+        self._predicts = True
+        """Whether the policy may predict lengths."""
         self._consecutive_failures = 0
         self._pause_steps = _PAUSE_STEPS
         self._paused_until = 0
@@ -286,15 +288,16 @@ class DraftingLoop:
             self._record_drafts(self._unobserved)
             self._unobserved = None
 
-    def _suspend(self, request_id: str, *, ended: bool = False) -> None:
-        """Forget what the drafter knows about a request that has *ended* or is followed again, but not the request."""
+    def _suspend(self, request_id: str, *, is_last: bool = False) -> None:
+        """Forget what the drafter knows about a request, which is not followed again if *is_last*, but not itself."""
         row = self._rows[request_id]
         self._set_row(request_id, None)
         self._forget_last_step()
         classes = self._controller.length_classes
         length_class = "" if classes is None else classes.of(row).value
-        self._controller.close(row, ended=ended)
         handle = int(self._tracked["handle"][row])
+        # Only policies that predict lengths must know whether the response was aborted.
+        self._controller.close(row, ended=is_last and classes is not None and self._index.has_ended(handle))
         self._tracked[row] = _FREE_ROW
         if len(self._rows) == 0:
             self._batch.clear()
@@ -305,7 +308,7 @@ class DraftingLoop:
     def _close(self, request_ids: Iterable[str]) -> None:
         for request_id in list(request_ids):
             if request_id in self._rows:
-                self._suspend(request_id, ended=True)
+                self._suspend(request_id, is_last=True)
             key = self._settings.pop(request_id).settings.key
             counts = self._earlier.pop(key, None)
             if counts is not None:
@@ -380,7 +383,7 @@ class DraftingLoop:
         """
         started = self._clock()
         self.guard(lambda: self._plan(request_ids))
-        self.guard(self._examine)
+        self._examine()
         if request_ids is None:
             self._drafting_s += self._clock() - started
 
@@ -459,11 +462,19 @@ class DraftingLoop:
             self._find_rows(request_ids)
 
     def _examine(self) -> None:
-        """Let the policy predict the lengths of some rollouts anew."""
+        """Let the policy predict the lengths of some rollouts anew; never again if that fails."""
+        if not self._predicts:
+            return
         handles = self._tracked["handle"]
-        self._controller.examine(
-            self._followed_rows(), lambda row: Position(*self._index.text_position(int(handles[row])))
-        )
+        try:
+            self._controller.examine(
+                self._followed_rows(), lambda row: Position(*self._index.text_position(int(handles[row])))
+            )
+        except Exception as error:
+            self._predicts = False
+            self.failures += 1
+            self.last_failure = f"{type(error).__name__}: {error}"
+            logger.exception("Lengths are not predicted any more, because that failed.")
 
     def _followed_rows(self) -> Integers:
         return np.fromiter(self._rows.values(), np.int64, len(self._rows))

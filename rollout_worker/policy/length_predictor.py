@@ -95,6 +95,8 @@ class Example:
     """Logarithm of the remaining tokens according to the lengths of all problems."""
     features: Floats
     """By how much the sources differ from it, shape (features,)."""
+    difference: float
+    """By how much the prediction differs from it."""
 
 
 class LengthPredictor:
@@ -114,8 +116,10 @@ class LengthPredictor:
         self._coefficients: Floats = prior * self._is_used
         self._errors = [deque(_FIRST_ERRORS, maxlen=_ERRORS) for _ in range(_STAGES)]
         """The last errors of the logarithm at each stage."""
+        self._stage_weights, self._stage_sums = np.full(_STAGES, _PRIOR_ROLLOUTS), np.zeros(_STAGES)
+        """Decaying number of rollouts at each stage, and sum of their differences from the baseline."""
         self._error_squares, self._squares = 1.0, 1.0
-        """Decaying sums of the squares of errors, and of those of predictions for the average rollout."""
+        """Decaying sums of the squares of errors, and of those of predictions that know the stage alone."""
 
     def examine(self, evidence: Evidence) -> Example:
         """Compare what the sources say."""
@@ -132,21 +136,19 @@ class LengthPredictor:
             difference = math.log(max(evidence.text_rest, 1.0)) - baseline
             features[_FIRST_FEATURES[Source.TEXT] + degree] = difference
         if evidence.own_match >= _LOOP_MATCH:
-            features[_FIRST_FEATURES[Source.LOOPS]] = math.log(limit - evidence.generated) - baseline
-        return Example(evidence.generated, baseline, features * self._is_used)
+            features[_FIRST_FEATURES[Source.LOOPS]] = math.log(limit - generated) - baseline
+        features *= self._is_used
+        return Example(generated, baseline, features, float(features @ self._coefficients))
 
     def predict(self, example: Example, count: int) -> Floats:
         """Return quantiles of the logarithm of the remaining tokens: those in the middle of *count* equal parts."""
         errors = self._errors[_stage(example.generated)]
         quantiles = np.quantile(errors, (np.arange(count) + 0.5) / count)
-        return np.asarray(example.baseline + example.features @ self._coefficients + quantiles)
+        return np.asarray(example.baseline + example.difference + quantiles)
 
     @property
     def explained(self) -> float:
-        """The share of the variance between rollouts that the predictions have explained so far; 0 if they are useless.
-
-        Each prediction was made before its rollout was learned from.
-        """
+        """The share of the variance between rollouts that earlier predictions have explained; 0 if they are useless."""
         return max(0.0, 1.0 - self._error_squares / self._squares)
 
     def learn(self, examples: Sequence[Example], length: int) -> None:
@@ -157,13 +159,16 @@ class LengthPredictor:
         features = np.stack([example.features for example in examples])
         rests = np.array([max(length - example.generated, 1) for example in examples])
         targets = np.log(rests) - baselines
-        errors = targets - features @ self._coefficients
+        errors = targets - np.array([example.difference for example in examples])
+        stages = np.array([_stage(example.generated) for example in examples])
+        offsets = targets - (self._stage_sums / self._stage_weights)[stages]
         weight = 1.0 / len(examples)
         self._error_squares = _DECAY * self._error_squares + weight * float(errors @ errors)
-        offsets = targets - features[:, :_STAGES] @ self._coefficients[:_STAGES]
         self._squares = _DECAY * self._squares + weight * float(offsets @ offsets)
-        for example, error in zip(examples, errors.tolist(), strict=True):
-            self._errors[_stage(example.generated)].append(error)
+        self._stage_weights = _DECAY * self._stage_weights + weight * np.bincount(stages, minlength=_STAGES)
+        self._stage_sums = _DECAY * self._stage_sums + weight * np.bincount(stages, targets, _STAGES)
+        for stage, error in zip(stages.tolist(), errors.tolist(), strict=True):
+            self._errors[stage].append(error)
         self._precision = np.asarray(_DECAY * self._precision + weight * features.T @ features, np.float64)
         self._moments = _DECAY * self._moments + weight * features.T @ targets
         self._coefficients = np.asarray(np.linalg.solve(self._precision, self._moments), np.float64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
-from rollout_store.arrays import Floats, Integers, with_row
+from rollout_store.arrays import Booleans, Floats, Integers, with_row
 from rollout_worker.policy.draft_policy import Column, DraftBudgets, DraftLimits, Marginal, Position
 from rollout_worker.policy.length_predictor import Evidence, Example, LengthPredictor
 from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, LengthSource, ReplanSchedule
@@ -15,14 +16,16 @@ from rollout_worker.policy.step_cost import StepCost
 
 _EXAMINED_PER_STEP = 1
 """Number of rollouts whose lengths are predicted in one step, because that takes 0.2 to 0.3 ms."""
-_EXAMINE_FACTOR = 1.25
+EXAMINE_FACTOR = 1.25
 """Growth factor of a rollout after which its length is predicted again."""
-_EXAMINE_TOKENS = 64
+EXAMINE_TOKENS = 64
 """Number of tokens, in addition to that factor, after which it is predicted again."""
 _REPLAN_STEPS = 64
 """Number of steps after which shares are computed again."""
 _MIN_REPLAN_STEPS = 16
 """Number of steps after which they are computed again if rollouts have started or ended."""
+_FREE_STEPS = 16
+"""Number of steps with a free place in the batch after which no rollout is assumed to wait for one."""
 _ENDED_PER_RUNNING = 8
 """Number of rollouts that have ended, for each one that is running, after which they are learned from.
 
@@ -49,8 +52,9 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
     and no others matter. These are the dual variables of the constraint that all rollouts end. T_i is uncertain, so the
     shares are averaged over joint samples of all T_i.
 
-    All shares are the same while every place of the batch is taken, since others may wait for a place, and any rollout
-    that ends lets one of them start. They stay so to the degree to which predictions have been useless.
+    All shares are the same while every place of the batch is taken, and for some steps afterwards, since others may
+    wait for a place, and any rollout that ends lets one of them start. They stay so to the degree to which predictions
+    have been useless.
     """
 
     def __init__(self, limits: DraftLimits, lengths: LengthSource) -> None:
@@ -59,7 +63,9 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
         self._examples: dict[int, list[Example]] = {}
         """By row."""
         self._ended: list[tuple[list[Example], int]] = []
-        """Predictions and lengths that are not learned from yet."""
+        """Predictions and lengths of rollouts that may not be representative yet."""
+        self._to_learn: deque[tuple[list[Example], int]] = deque()
+        """Those that are, one of which is learned from in each step."""
         self._siblings: dict[str, list[int]] = {}
         """Rows of the rollouts of each problem."""
         self._examined_at = np.zeros(0, np.int64)
@@ -68,6 +74,8 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
         """Quantiles of the logarithm of the remaining tokens at that number."""
         self._factors = Column()
         """Share of each rollout relative to the mean."""
+        self._free_steps = _FREE_STEPS
+        """Number of steps since all places of the batch were taken."""
         self._schedule = ReplanSchedule(_REPLAN_STEPS, _MIN_REPLAN_STEPS)
         self._samples = np.zeros((_SAMPLES, 0), np.int64)
         """Which quantile each sample takes of each rollout."""
@@ -91,20 +99,21 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
         super().close(row, ended=ended)
         if ended:
             self._ended.append((examples, int(self._rollouts.generated[row])))
+            if len(self._ended) >= _ENDED_PER_RUNNING * len(self._problems):
+                self._to_learn += self._ended
+                self._ended = []
         self._siblings[problem].remove(row)
         if not self._siblings[problem]:
             del self._siblings[problem]
         self._schedule.mark_changed()
-        if len(self._ended) >= _ENDED_PER_RUNNING * len(self._problems):
-            for made, length in self._ended:
-                self._predictor.learn(made, length)
-            self._ended.clear()
-            self.explained_lengths = self._predictor.explained
 
     def examine(self, rows: Integers, position_of: Callable[[int], Position]) -> int:
         """See :meth:`DraftPolicy.examine`."""
+        if self._to_learn:
+            self._predictor.learn(*self._to_learn.popleft())
+            self.explained_lengths = self._predictor.explained
         generated, examined_at = self._rollouts.generated[rows], self._examined_at[rows]
-        overdue = generated - (examined_at * _EXAMINE_FACTOR + _EXAMINE_TOKENS)
+        overdue = generated - (examined_at * EXAMINE_FACTOR + EXAMINE_TOKENS)
         overdue[examined_at < 0] = np.inf
         due = np.flatnonzero(overdue > 0)
         chosen = rows[due[np.argsort(-overdue[due], kind="stable")[:_EXAMINED_PER_STEP]]]
@@ -126,7 +135,9 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
     def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         self._classify(rows)
-        if len(rows) >= self._limits.places or not self._has_predictions(rows):
+        self._free_steps = self._free_steps + 1 if len(rows) < self._limits.places else 0
+        if self._free_steps < _FREE_STEPS:
+            self._factors[rows] = np.ones(len(rows))
             return self._marginal_budgets(rows, cost, None)
         if self._schedule.is_due():
             self._factors[rows] = self._compute_factors(rows)
@@ -134,12 +145,18 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
         return self._marginal_budgets(rows, cost, factors / factors.sum())
 
     @property
+    def is_learning(self) -> bool:
+        """Whether there are rollouts that the next call of :meth:`examine` learns from."""
+        return bool(self._to_learn)
+
+    @property
     def trust(self) -> float:
         """By how much the shares follow from predictions, from 0 to 1; otherwise they are the same."""
         return math.sqrt(self.explained_lengths)
 
-    def _has_predictions(self, rows: Integers) -> bool:
-        return bool((self._examined_at[rows] >= 0).all())
+    def _is_predicted(self, rows: Integers) -> Booleans:
+        """Return whether each rollout has a prediction, shape (rollouts,)."""
+        return np.asarray(self._examined_at[rows] >= 0)
 
     def _log_rests(self, rows: Integers) -> Floats:
         """Return quantiles of the logarithm of the remaining tokens, shape (rollouts, NUM_QUANTILES)."""
@@ -149,13 +166,18 @@ class MarginalWithLengths(LengthPredictingPolicy, Marginal):
         return np.asarray(np.log(np.clip(rests, 1.0, limits[:, None])))
 
     def _compute_factors(self, rows: Integers) -> Floats:
-        log_steps = self._log_rests(rows)
-        log_steps -= _LASTING_SPEED * np.log(self._rollouts.tokens_per_step[rows])[:, None]
+        """Return the shares relative to their mean; those of rollouts without a prediction are 1."""
+        factors, is_predicted = np.ones(len(rows)), self._is_predicted(rows)
+        if not is_predicted.any() or not self.trust:
+            return factors
+        rows = rows[is_predicted]
         # What the rollouts' current shares do to their speed is taken out.
-        factors = np.clip(self._factors[rows], 1.0 / _MAX_FACTOR, _MAX_FACTOR)
-        log_steps += _ELASTICITY * np.log(factors)[:, None]
+        current = np.clip(self._factors[rows], 1.0 / _MAX_FACTOR, _MAX_FACTOR)
+        log_speeds = np.log(self._rollouts.tokens_per_step[rows]) - _ELASTICITY * np.log(current)
+        log_steps = self._log_rests(rows) - _LASTING_SPEED * log_speeds[:, None]
         shares = expected_shares(log_steps, self._samples_for(len(rows)))
-        return self.trust * shares * len(rows) + (1.0 - self.trust)
+        factors[is_predicted] = self.trust * shares * len(rows) + (1.0 - self.trust)
+        return factors
 
     def _samples_for(self, rollouts: int) -> Integers:
         missing = rollouts - self._samples.shape[1]

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 
 from rollout_worker.policy.draft_policy import DraftLimits, Marginal, Position
 from rollout_worker.policy.marginal_with_lengths import NUM_QUANTILES, MarginalWithLengths, expected_shares
+from rollout_worker.policy.predicted_lengths import LengthSource
 from rollout_worker.policy.step_cost import H100_7B
 from tests.support.draft_policies import FixedLengths
 
 _REPLAN_STEPS = 64
 NOWHERE = Position(None, 0, 0)
 LENGTHS = {"short": [100, 110, 120, 130], "long": [1500, 1600, 1700, 1800]}
+
+KNOWN = FixedLengths(LENGTHS)
 
 
 def open_rollouts(policy: Marginal, problems: list[str]) -> np.ndarray:
@@ -34,8 +37,7 @@ def run_training_step(policy: MarginalWithLengths, lengths: dict[str, list[int]]
     generated = 0
     while ends:
         rows = np.array([*ends])
-        while policy.examine(rows, lambda row: NOWHERE):
-            pass
+        examine_all(policy, rows)
         policy.compute_budgets(rows, H100_7B)
         tokens = min(10, min(ends.values()) - generated)
         advance(policy, rows, tokens)
@@ -45,13 +47,27 @@ def run_training_step(policy: MarginalWithLengths, lengths: dict[str, list[int]]
             del ends[row]
 
 
+def examine_all(policy: MarginalWithLengths, rows: np.ndarray) -> None:
+    while policy.examine(rows, lambda row: NOWHERE) or policy.is_learning:
+        pass
+
+
 def values_of_step(policy: MarginalWithLengths, problems: list[str]) -> list[float]:
     rows = open_rollouts(policy, problems)
-    while policy.examine(rows, lambda row: NOWHERE):
-        pass
-    for _ in range(_REPLAN_STEPS):
+    examine_all(policy, rows)
+    for _ in range(2 * _REPLAN_STEPS):
         budgets = policy.compute_budgets(rows, H100_7B)
+    for row in rows.tolist():
+        policy.close(row, ended=False)
     return budgets.token_values_s.tolist()
+
+
+def trained(lengths: LengthSource = KNOWN, *, places: int = 1000) -> MarginalWithLengths:
+    """Return a policy that has learned from five training steps."""
+    policy = MarginalWithLengths(DraftLimits(16, 1000, places=places), lengths)
+    for _ in range(5):
+        run_training_step(policy, LENGTHS)
+    return policy
 
 
 @settings(deadline=None)
@@ -75,42 +91,131 @@ def test_rollouts_that_are_expected_to_end_last_are_worth_more_once_predictions_
     policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS))
     before = values_of_step(policy, ["short", "long"])
     assert before[0] == pytest.approx(before[1])
-    policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS))
-    for _ in range(5):
-        run_training_step(policy, LENGTHS)
-    short, long = values_of_step(policy, ["short", "long"])
+    short, long = values_of_step(trained(), ["short", "long"])
     assert long > 2 * short
+
+
+def test_slow_rollouts_are_worth_more_than_fast_ones_of_the_same_length() -> None:
+    policy = trained()
+    rows = open_rollouts(policy, ["long", "long"])
+    examine_all(policy, rows)
+    policy._rollouts.tokens_per_step[rows] = [1.0, 2.0]
+    for _ in range(2 * _REPLAN_STEPS):
+        values = policy.compute_budgets(rows, H100_7B).step_values_s
+    assert values is not None
+    assert values[0] > values[1]
+
+
+def test_shares_do_not_amplify_themselves() -> None:
+    """The speed of a rollout depends on its share, and its share on its speed."""
+    policy = trained()
+    rows = open_rollouts(policy, ["long"] * 3 + ["short"])
+    examine_all(policy, rows)
+    ratios = []
+    for step in range(20 * _REPLAN_STEPS):
+        values = policy.compute_budgets(rows, H100_7B).step_values_s
+        if values is None:
+            continue
+        policy._rollouts.tokens_per_step[rows] = np.maximum(1.0, 2.0 * (values / values.mean()) ** 0.15)
+        if step % _REPLAN_STEPS == 0:
+            ratios.append(float(values[0] / values[3]))
+    assert ratios[-1] == pytest.approx(ratios[1], rel=0.3)
+
+
+def test_the_shares_of_an_earlier_plan_do_not_survive_a_full_batch() -> None:
+    policy = trained(places=5)
+    rows = open_rollouts(policy, ["long", "short"])
+    examine_all(policy, rows)
+    for _ in range(2 * _REPLAN_STEPS):
+        policy.compute_budgets(rows, H100_7B)
+    planned = policy._factors[rows].tolist()
+    assert planned[0] > 1.5
+    others = open_rollouts(policy, ["long", "short", "long"])
+    policy.compute_budgets(np.concatenate([rows, others]), H100_7B)
+    assert [1.0, 1.0] == policy._factors[rows].tolist()
 
 
 def test_wrong_predictions_change_nothing() -> None:
     """The lengths say the opposite of what happens."""
-    wrong = FixedLengths({"short": LENGTHS["long"], "long": LENGTHS["short"]})
-    policy = MarginalWithLengths(DraftLimits(16, 1000), wrong)
-    run_training_step(policy, LENGTHS)
+    policy = trained(FixedLengths({"short": LENGTHS["long"], "long": LENGTHS["short"]}))
     assert 0 == policy.trust
     assert len(set(values_of_step(policy, ["short", "long"]))) == 1
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.7, 1.5, 3.0])
+def test_lengths_that_are_wrong_for_all_rollouts_alike_explain_nothing(factor: float) -> None:
+    """All problems are alike, so that no source can tell rollouts apart."""
+    generator = np.random.default_rng(2)
+    problems = [str(number) for number in range(8)]
+    known = FixedLengths({problem: [int(600 * factor)] * 4 for problem in problems})
+    policy = MarginalWithLengths(DraftLimits(16, 1000), known)
+    for _ in range(8):
+        run_training_step(
+            policy, {problem: [int(one) for one in generator.normal(600, 100, 4).clip(100)] for problem in problems}
+        )
+    examine_all(policy, open_rollouts(policy, problems))
+    assert policy.trust < 0.35
+
+
 def test_all_rollouts_are_worth_the_same_while_others_may_wait_for_a_place() -> None:
-    policy = MarginalWithLengths(DraftLimits(16, 1000, places=8), FixedLengths(LENGTHS))
-    for _ in range(5):
-        run_training_step(policy, {problem: lengths[:2] for problem, lengths in LENGTHS.items()})
+    policy = trained(places=8)
     assert policy.trust > 0.5
     assert len(set(values_of_step(policy, ["short", "long"] * 4))) == 1
-
-
-def test_nothing_is_learned_from_rollouts_that_are_followed_again() -> None:
-    policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS))
     rows = open_rollouts(policy, ["short", "long"] * 4)
-    for _ in range(4):
-        policy.examine(rows, lambda row: NOWHERE)
-    advance(policy, rows, 5)
-    for row in rows.tolist():
-        policy.close(row, ended=False)
-    assert 0 == policy.trust
-    assert values_of_step(policy, ["short", "long"]) == values_of_step(
-        MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS)), ["short", "long"]
-    )
+    examine_all(policy, rows)
+    policy.compute_budgets(rows, H100_7B)
+    values = [policy.compute_budgets(rows[:7], H100_7B).step_values_s for _ in range(2 * _REPLAN_STEPS)]
+    # Between the end of a rollout and the start of the next one, a place is free for a few steps.
+    assert values[:8] == [None] * 8
+    assert values[-1] is not None
+
+
+def test_nothing_is_learned_from_rollouts_that_have_not_ended() -> None:
+    learned, aborted = trained(), trained()
+    for policy, ended in ((learned, True), (aborted, False)):
+        for _ in range(8):
+            rows = open_rollouts(policy, ["long"] * 8)
+            examine_all(policy, rows)
+            advance(policy, rows, 300)
+            for row in rows.tolist():
+                policy.close(row, ended=ended)
+        examine_all(policy, open_rollouts(policy, ["short"]))
+    unchanged = trained()
+    examine_all(unchanged, open_rollouts(unchanged, ["short"]))
+    assert unchanged.explained_lengths == aborted.explained_lengths != learned.explained_lengths
+
+
+def test_the_first_rollouts_that_end_are_learned_from_together_with_the_others() -> None:
+    policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS))
+    rows = open_rollouts(policy, ["short", "long"] * 8)
+    examine_all(policy, rows)
+    advance(policy, rows, 100)
+    for row in rows[:10].tolist():
+        policy.close(row)
+    policy.close(int(rows[10]), ended=False)
+    assert not policy.is_learning
+    for row in rows[11:].tolist():
+        policy.close(row)
+    assert policy.is_learning
+    # One in each step, because each takes about half a millisecond.
+    for _ in range(14):
+        policy.examine(rows[:0], lambda row: NOWHERE)
+        assert policy.is_learning
+    policy.examine(rows[:0], lambda row: NOWHERE)
+    assert not policy.is_learning
+
+
+def test_rollouts_without_a_prediction_are_worth_the_mean() -> None:
+    policy = trained()
+    rows = open_rollouts(policy, ["short", "long"])
+    examine_all(policy, rows)
+    new = open_rollouts(policy, ["short"] * 2)
+    everything = np.concatenate([rows, new])
+    for _ in range(2 * _REPLAN_STEPS):
+        policy.compute_budgets(everything, H100_7B)
+    short, long, *others = policy._factors[everything].tolist()
+    assert others == [1.0, 1.0]
+    assert short < 1.0 < long
 
 
 def test_few_lengths_are_predicted_in_one_step() -> None:

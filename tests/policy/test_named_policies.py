@@ -43,7 +43,7 @@ def test_das_drafts_more_for_problems_with_long_rollouts_once_lengths_are_known(
 
 
 def test_a_policy_that_predicts_lengths_is_not_made_without_any() -> None:
-    assert [name for name in NAMES if uses_lengths(name)] == ["das-classes", "das-optimal"]
+    assert {name for name in NAMES if uses_lengths(name)} == {"marginal-with-lengths", "das-classes", "das-optimal"}
     with pytest.raises(ValueError, match="das-optimal needs the lengths"):
         make_policy("das-optimal", DraftLimits(16, 1000))
 
@@ -69,4 +69,4 @@ def test_no_draft_goes_on_below_the_threshold(name: PolicyName, graph_sizes: tup
     without = min_survivals(0.0)
     for threshold in (0.01, 0.5, 1.0):
         assert np.maximum(without, threshold).tolist() == min_survivals(threshold).tolist()
-    assert (without > 0).all() == (name == "marginal")
+    assert (without > 0).all() == name.startswith("marginal")

@@ -1,4 +1,4 @@
-"""Draft policies that predict lengths: limits, preferred rollouts and queues."""
+"""Draft policies that predict lengths: limits and preferred rollouts."""
 
 from __future__ import annotations
 

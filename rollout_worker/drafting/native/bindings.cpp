@@ -480,6 +480,7 @@ NB_MODULE(_native, m) {
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
       .def("text_position", &text_position, nb::arg("handle"))
+      .def("has_ended", &das::SuffixIndex::has_ended, nb::arg("handle"), released())
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)

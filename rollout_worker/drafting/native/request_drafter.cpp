@@ -444,28 +444,49 @@ std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::s
 }
 
 TextPosition RequestDrafter::text_position(Request& request) {
-  const std::lock_guard lock(request.mutex);
-  settle(request, false);
-  const std::shared_ptr<const Segments> history = request.problem->history.load();
   thread_local std::vector<Occurrence> found;
-  find_occurrences(request, end_of(request), *history, nullptr, false, found);
-  TextPosition position{std::numeric_limits<double>::quiet_NaN(), 0, 0};
-  for (const Occurrence& occurrence : found) {
-    std::size_t& match = occurrence.source == Source::self ? position.own_match : position.match;
-    const bool counts = occurrence.source == Source::self || occurrence.source == Source::history;
-    if (counts) match = std::max<std::size_t>(match, occurrence.match);
+  found.clear();
+  const std::shared_ptr<const Segments> history = request.problem->history.load();  // keeps the texts alive
+  std::size_t own_match = 0;
+  {
+    const std::lock_guard lock(request.mutex);
+    settle(request, false);
+    const std::span<const Token> response = request.response.tokens();
+    if (request.live_texts) {
+      request.live_texts->texts.find_longest(response, depth_, request.text_id, 1, 0, found);
+      for (const Occurrence& occurrence : found) own_match = std::max<std::size_t>(own_match, occurrence.match);
+      found.clear();
+    }
+    if (request.sources.history) {
+      search(*history, Mixture::kHistoryOccurrences, found, [&](const Segment& segment, std::size_t min_match) {
+        segment.find_longest(response, Mixture::kHistoryOccurrences, min_match, found);
+      });
+    }
   }
+  keep_longest(found, 0, Mixture::kHistoryOccurrences);
+  std::size_t longest = 0;
+  for (const Occurrence& occurrence : found) longest = std::max<std::size_t>(longest, occurrence.match);
   double logs = 0.0;
   std::size_t count = 0;
   for (const Occurrence& occurrence : found) {
-    if (occurrence.source != Source::history || 2 * occurrence.match < position.match) continue;
+    if (2 * occurrence.match < longest) continue;
     std::size_t rest = 0;
     while (occurrence.text.at(rest) != kBoundary) ++rest;
     logs += std::log(static_cast<double>(rest + 1));
     ++count;
   }
-  if (count > 0) position.rest = std::exp(logs / static_cast<double>(count));
-  return position;
+  const double rest =
+      count > 0 ? std::exp(logs / static_cast<double>(count)) : std::numeric_limits<double>::quiet_NaN();
+  return {rest, longest, own_match};
+}
+
+bool RequestDrafter::has_ended(Request& request) {
+  const std::lock_guard lock(request.mutex);
+  settle(request, false);
+  if (static_cast<std::int64_t>(request.counts.generated) >= request.limits.max_tokens) return true;
+  const std::span<const Token> response = request.response.tokens();
+  return request.counts.generated > 0 &&
+         std::ranges::find(request.stop_tokens, response.back()) != request.stop_tokens.end();
 }
 
 SourceCounts RequestDrafter::counts(Source source) const {

@@ -83,7 +83,7 @@ struct OccurrenceText {
 struct TextPosition {
   double rest;            // geometric mean of the numbers of tokens that follow in them, and one; NaN without a match
   std::size_t match;      // number of tokens that the best match has in common with the end of the response
-  std::size_t own_match;  // number of tokens at its end that occur earlier in the response or its prompt
+  std::size_t own_match;  // number of tokens at its end that occur earlier in the response
 };
 
 // Numbers of draft tokens of one source. A draft token is verified when the token that the model sampled at its
@@ -101,7 +101,7 @@ class RequestDrafter {
   RequestDrafter(std::size_t depth, const ProblemRegistry& problems, const CrossProblemPool& pool)
       : depth_(depth), problems_(problems), pool_(pool) {}
 
-  // The next seven take the request's lock.
+  // The next eight take the request's lock.
   Draft draft(Request& request, std::size_t budget, double min_survival);
   // Compares sampled tokens with the request's last draft, learns from them and appends them to the response.
   void extend(Request& request, std::span<const Token> tokens);
@@ -110,6 +110,8 @@ class RequestDrafter {
   // Compares the end of the response with finished rollouts. Of their occurrences, those count whose match is at least
   // half as long as the best.
   TextPosition text_position(Request& request);
+  // Returns whether a stop token or the maximum number of tokens has ended the response.
+  bool has_ended(Request& request);
   // Counts a step that has verified the first tokens of the request's last draft, but whose tokens are reported later.
   // Returns the codes of the accepted tokens.
   std::vector<TokenSources::Code> count_step(Request& request, std::size_t verified, std::size_t accepted);

@@ -84,6 +84,7 @@ class SuffixIndex {
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
                            std::span<const double> min_survivals);
   std::vector<OccurrenceText> occurrences(Handle handle, std::size_t length);
+  bool has_ended(Handle handle) { return drafter_.has_ended(*requests_.find(handle)); }
   TextPosition text_position(Handle handle) { return drafter_.text_position(*requests_.find(handle)); }
 
   // The state of the mixture; see Mixture.

@@ -77,7 +77,8 @@ class DasOptimal(LengthPredictingPolicy):
     def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
         """See :meth:`DraftPolicy.advance`."""
         super().advance(rows, tokens, drafted)
-        self._unspent_tokens[rows] -= drafted
+        unspent = self._unspent_tokens[rows] + self._tokens_per_step[rows] - drafted
+        self._unspent_tokens[rows] = np.minimum(unspent, 2.0 * self._limits.per_rollout)
         for row, generated, verified in zip(rows.tolist(), tokens.tolist(), drafted.tolist(), strict=True):
             if verified:
                 accepted = min(generated - 1, verified)
@@ -98,9 +99,7 @@ class DasOptimal(LengthPredictingPolicy):
         self._classify(rows)
         if self._schedule.is_due():
             self._plan(rows, cost)
-        unspent = self._unspent_tokens[rows] + self._tokens_per_step[rows]
-        self._unspent_tokens[rows] = np.minimum(unspent, 2.0 * self._limits.per_rollout)
-        tokens = np.maximum(self._unspent_tokens[rows], 0.0).astype(np.int64)
+        tokens = np.maximum(self._unspent_tokens[rows] + self._tokens_per_step[rows], 0.0).astype(np.int64)
         return self._without_thresholds(rows, cost, self._limit_step(np.minimum(tokens, self._max_useful(rows))))
 
     def _plan(self, rows: Integers, cost: StepCost) -> None:

@@ -19,19 +19,20 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
+from benchmarks.figures import Figure, from_columns, quantile, report, to_columns, write_figures
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
     DROP_IN,
     END,
     GROUP_SIZE,
     KEYS,
+    LENGTH_POLICIES,
     MODELS,
     MODES,
     SUFFIX_DRAFT,
@@ -207,21 +208,19 @@ def _figures_of_batch(
 
 def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np.ndarray], batch: int) -> list[Figure]:
     figures = []
-    if by_mode.keys() - {"das", DROP_IN}:
-        others = [mode for mode in by_mode if mode not in ("das", DROP_IN)]
+    if others := [mode for mode in by_mode if mode not in ("das", DROP_IN, *LENGTH_POLICIES)]:
         fastest = min(others, key=lambda mode: float(np.median(seconds[mode])))
-        ratios = (seconds[fastest] / seconds["das"]).tolist()
-        peer, name = f"{fastest} (fastest)", f"speed of das against the fastest other mode, batch {batch}"
-        figures.append(Figure(name, float(np.median(ratios)), "x", peer, ">=", MIN_SPEED))
-        if len(ratios) >= MIN_PAIRS_FOR_BOUND:
-            figures.append(Figure(f"{name}, lower bound", lower_bound(ratios), "x", peer, ">=", None))
+        name = f"speed of das against the fastest other mode, batch {batch}"
+        figures += _speed(name, seconds[fastest] / seconds["das"], f"{fastest} (fastest)", MIN_SPEED)
     if DROP_IN in by_mode:
-        ratios = (seconds["das"] / seconds[DROP_IN]).tolist()
         name = f"speed of {DROP_IN} against a job's engine, batch {batch}"
-        figures.append(Figure(name, float(np.median(ratios)), "x", "das", ">=", MIN_SPEED))
-        if len(ratios) >= MIN_PAIRS_FOR_BOUND:
-            figures.append(Figure(f"{name}, lower bound", lower_bound(ratios), "x", "das", ">=", None))
+        figures += _speed(name, seconds["das"] / seconds[DROP_IN], "das", MIN_SPEED)
     das = by_mode["das"]
+    epochs = np.array([measurement.epoch for measurement in das])
+    for mode in (mode for mode in by_mode if mode in LENGTH_POLICIES):
+        for epoch in np.unique(epochs):
+            name = f"speed of {mode} against das, batch {batch}, epoch {epoch + 1}"
+            figures += _speed(name, (seconds["das"] / seconds[mode])[epochs == epoch], "das", None)
     drafting = sum(measurement.drafting_seconds for measurement in das)
     share = drafting / sum(measurement.seconds for measurement in das)
     per_step = 1e6 * drafting / sum(measurement.steps for measurement in das)
@@ -236,6 +235,14 @@ def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np
     return figures
 
 
+def _speed(name: str, ratios: np.ndarray, peer: str, target: float | None) -> list[Figure]:
+    """Return the median of the pairs' ratios and, from enough pairs on, its lower bound."""
+    figures = [Figure(name, float(np.median(ratios)), "x", peer, ">=", target)]
+    if len(ratios) >= MIN_PAIRS_FOR_BOUND:
+        figures.append(Figure(f"{name}, lower bound", lower_bound(ratios.tolist()), "x", peer, ">=", None))
+    return figures
+
+
 class Results:
     """The measurements so far, in a file that an interrupted benchmark resumes from."""
 
@@ -246,6 +253,8 @@ class Results:
             ValueError: if the file has other settings.
         """
         self.measurements: list[Measurement] = []
+        self.sampled_lengths: list[dict[str, float]] = []
+        """The distribution of the lengths that the model has sampled in each epoch, in tokens."""
         self._file, self._settings = file, settings
         if resume and file is not None and file.exists():
             content = json.loads(file.read_text())
@@ -266,6 +275,7 @@ class Results:
         """Return what the file holds besides the figures."""
         return {
             "settings": self._settings,
+            **({"sampled_lengths": self.sampled_lengths} if self.sampled_lengths else {}),
             "measurements": to_columns([asdict(measurement) for measurement in self.measurements]),
         }
 
@@ -278,18 +288,21 @@ async def measure(
     model = model_directory(options.model)
     max_tokens = POSITIONS - SUFFIX_DRAFT if options.trace is not None else 2 * MAX_SAMPLED_TOKENS
     with redis_server() as url:
-        async with start_engines(modes, model, url, max_tokens=max_tokens, batch=max(batches)) as engines:
+        async with start_engines(
+            modes, model, url, max_tokens=max_tokens, batch=max(batches), engines=options.engines
+        ) as engines:
             if options.trace is not None:
                 recorded = epochs_of_trace(problems, max_tokens)
             else:
                 count = options.problems or max(2, max(batches) // GROUP_SIZE)
                 recorded = await RecordedEpochs.sample(
-                    engines[modes[0]],
+                    engines[modes[0]][0],
                     tiny_model_prompts(model, count),
                     epochs=options.epochs,
                     samples=GROUP_SIZE,
                     max_tokens=MAX_SAMPLED_TOKENS,
                 )
+                results.sampled_lengths = [_distribution(groups.values()) for groups in recorded.epochs]
             runner = ModeRunner(engines, recorded, HistoryStore(connect(url), KEYS, window=16))
             for mode in modes:  # Warm up, so that no measurement includes compilation.
                 await runner.run(mode, min(batches), 0, -1)
@@ -308,6 +321,11 @@ async def measure(
                             _print_progress(measurement)
                         if not options.full and time.monotonic() - started > 60 * options.minutes:
                             return
+
+
+def _distribution(groups: Iterable[RecordedGroup]) -> dict[str, float]:
+    lengths = [len(tokens) for group in groups for tokens in group.rollouts]
+    return {"median": quantile(lengths, 0.5), "p90": quantile(lengths, 0.9), "max": max(lengths)}
 
 
 def _print_progress(measurement: Measurement) -> None:
@@ -350,8 +368,15 @@ def _claims_267m(options: argparse.Namespace) -> bool:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated modes [%(default)s]")
+    parser.add_argument(
+        "--modes",
+        default=",".join(MODES),
+        help=f"comma-separated modes; further ones are {', '.join(LENGTH_POLICIES)} [%(default)s]",
+    )
     parser.add_argument("--batch", default="1,4,8,32,64", help="comma-separated batch sizes [%(default)s]")
+    parser.add_argument(
+        "--engines", type=int, default=1, help="engines of each mode, which share the batch [%(default)s]"
+    )
     parser.add_argument(
         "--epochs", type=int, default=3, help="epochs that the model samples if there is no trace [%(default)s]"
     )
@@ -376,8 +401,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     modes, batches = options.modes.split(","), [int(batch) for batch in options.batch.split(",")]
-    if unknown := set(modes) - set(MODES):
-        parser.error(f"--modes: unknown {', '.join(sorted(unknown))}; the modes are {', '.join(MODES)}")
+    known = (*MODES, *LENGTH_POLICIES)
+    if unknown := set(modes) - set(known):
+        parser.error(f"--modes: unknown {', '.join(sorted(unknown))}; the modes are {', '.join(known)}")
+    if options.engines > 1 and any(batch % (GROUP_SIZE * options.engines) for batch in batches):
+        parser.error(f"--batch: with {options.engines} engines, use multiples of {GROUP_SIZE * options.engines}")
     if options.trace is None and options.model in ("267m", "7b"):
         parser.error(f"--model {options.model} has random weights and samples no useful text; use --force-trace")
     sys.path.append(PEERS_DIRECTORY)
@@ -394,6 +422,7 @@ def main() -> None:
         "problems": options.problems,
         "epochs": options.epochs if options.trace is None else 1,
         **({"neighbor": True} if options.neighbor else {}),
+        **({"engines": options.engines} if options.engines > 1 else {}),
     }
     try:
         results = Results(options.json, settings, resume=options.full)

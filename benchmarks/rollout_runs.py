@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_api.manifest.spec import Sampling
+from rollout_api.manifest.spec import PolicyName, Sampling
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.messages import RolloutRequest
+from rollout_api.protocol.messages import FinishReason, RolloutRequest
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_worker import drafting_args
@@ -26,6 +26,7 @@ from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
+from rollout_worker.policy.named_policies import uses_lengths
 
 VOCABULARY = 32_768
 END = VOCABULARY
@@ -57,8 +58,11 @@ _V1_MODES = ("none-v1-sync", "suffix")
 """Modes of vLLM's first model runner, since the second one (V2) does not have them. On CPUs, so is ``ngram``."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """The type of an engine's weights; see ``EngineSpec``."""
+LENGTH_POLICIES = tuple(policy for policy in get_args(PolicyName) if uses_lengths(policy))
+"""Further modes: ``das`` with each draft policy that depends on lengths."""
 UNGOVERNED = "das-ungoverned"
 """A further mode for tests: the policy ``fixed`` without a governor."""
+_POLICIES: dict[str, PolicyName] = {"das": "marginal", UNGOVERNED: "fixed", **{one: one for one in LENGTH_POLICIES}}
 
 
 def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
@@ -149,7 +153,7 @@ class Measurement:
     seconds: float
     """The makespan of the set."""
     steps: int
-    """Verification steps of the engine."""
+    """Verification steps of an engine. This and all later times and ratios are means if a mode has several engines."""
     drafted: int
     accepted: int
     drafting_seconds: float
@@ -265,39 +269,54 @@ def _set_name(batch: int, epoch: int, round_: int) -> str:
 class ModeRunner:
     """Produces sets of recorded rollouts on the engines of all modes."""
 
-    def __init__(self, engines: Mapping[str, Engine], recorded: RecordedEpochs, store: HistoryStore) -> None:
-        """Use one engine per mode; *store* is the history that the project's own engines draft from."""
+    def __init__(self, engines: Mapping[str, list[Engine]], recorded: RecordedEpochs, store: HistoryStore) -> None:
+        """Use the engines of each mode; *store* is the history that the project's own engines draft from."""
         self._engines, self._recorded, self._store = engines, recorded, store
         self._stored: set[str] = set()
 
     async def run(self, mode: str, batch: int, epoch: int, round_: int) -> Measurement:
-        """Produce the rollouts of one set in one mode and measure it.
+        """Produce the rollouts of one set in one mode and measure it. Groups are dealt out to the mode's engines.
 
         Raises:
             RuntimeError: if the history is not loaded in time, or if a rollout differs from the recording.
         """
-        engine = self._engines[mode]
+        engines = self._engines[mode]
         rollouts = self._recorded.select(epoch, batch, round_)
-        requests = self._recorded.requests(epoch, batch, round_)
-        recorded = {
-            str(request.rollout_id(0)): rollout.tokens for request, rollout in zip(requests, rollouts, strict=True)
-        }
-        await set_rollouts(engine, recorded)
         groups = {rollout.problem: rollout.group for rollout in rollouts}
         store_history(self._store, {name: group for name, group in groups.items() if name not in self._stored})
         self._stored.update(groups)
-        await _call(engine, "bench_set_history", [(group.prompt, group.history) for group in groups.values()])
-        if not await engine.announce(list(groups), 1, timeout_s=_HISTORY_TIMEOUT_S):
-            raise RuntimeError(f"the history was not loaded in {_HISTORY_TIMEOUT_S:g} s: {await engine.stats()}")
-        counters, times = asdict(engine.counters), await _times(engine)
+        pairs = list(zip(self._recorded.requests(epoch, batch, round_), rollouts, strict=True))
+        shares: list[list[RolloutRequest]] = []
+        for number, engine in enumerate(engines):
+            own = {name: groups[name] for name in list(groups)[number :: len(engines)]}
+            shares.append([request for request, rollout in pairs if rollout.problem in own])
+            await set_rollouts(engine, {str(request.rollout_id(0)): rollout.tokens for request, rollout in pairs})
+            await _call(engine, "bench_set_history", [(group.prompt, group.history) for group in own.values()])
+            if not await engine.announce(list(own), 1, timeout_s=_HISTORY_TIMEOUT_S):
+                raise RuntimeError(f"the history was not loaded in {_HISTORY_TIMEOUT_S:g} s: {await engine.stats()}")
+        before = await _totals(engines)
         started = time.perf_counter()
-        responses = await _generate(engine, requests, batch)
+        of_engines = await asyncio.gather(
+            *(
+                _generate(engine, requests, batch // len(engines))
+                for engine, requests in zip(engines, shares, strict=True)
+            )
+        )
         seconds = time.perf_counter() - started
-        counters_after, times_after = asdict(engine.counters), await _times(engine)
-        for response, rollout in zip(responses, rollouts, strict=True):
-            if response.token_ids != rollout.tokens:
+        total = {name: value - before[name] for name, value in (await _totals(engines)).items()}
+        responses = {
+            request.request_id: response
+            for requests, of_engine in zip(shares, of_engines, strict=True)
+            for request, response in zip(requests, of_engine, strict=True)
+        }
+        for request, rollout in pairs:
+            if responses[request.request_id].token_ids != rollout.tokens:
                 raise RuntimeError(f"{mode} produced other tokens than the recorded ones for {rollout.problem}")
-        stats = await engine.stats()
+        fitted = [
+            stats["cost_base_seconds"] / stats["cost_token_seconds"]
+            for engine in engines
+            if (stats := await engine.stats())
+        ]
         return Measurement(
             mode,
             batch,
@@ -306,23 +325,22 @@ class ModeRunner:
             rollouts=len(rollouts),
             tokens=sum(len(rollout.tokens) for rollout in rollouts),
             seconds=seconds,
-            steps=round(times_after["steps"] - times["steps"]),
+            steps=round(total["steps"] / len(engines)),
             # V2 counts the places that it has planned for drafts, not the drafts of this project.
-            drafted=sum(response.num_draft_tokens for response in responses)
-            or counters_after["draft_tokens"] - counters["draft_tokens"],
-            accepted=counters_after["accepted_tokens"] - counters["accepted_tokens"],
-            drafting_seconds=times_after["drafting_seconds"] - times["drafting_seconds"],
-            shim_seconds=times_after["shim_seconds"] - times["shim_seconds"],
-            base_tokens=stats["cost_base_seconds"] / stats["cost_token_seconds"] if stats else None,
+            drafted=sum(response.num_draft_tokens for response in responses.values()) or round(total["draft_tokens"]),
+            accepted=round(total["accepted_tokens"]),
+            drafting_seconds=total["drafting_seconds"] / len(engines),
+            shim_seconds=total["shim_seconds"] / len(engines),
+            base_tokens=float(np.mean(fitted)) if fitted else None,
         )
 
     async def record_acceptance(self, mode: str) -> None:
-        """Record from now on how many draft tokens each step of a mode's engine accepts."""
-        await _call(self._engines[mode], "bench_record_acceptance")
+        """Record from now on how many draft tokens each step of a mode's first engine accepts."""
+        await _call(self._engines[mode][0], "bench_record_acceptance")
 
     async def acceptance(self, mode: str) -> dict[str, list[int]]:
         """Return, by rollout id, the accepted draft tokens of each step."""
-        accepted: dict[str, list[int]] = (await _call(self._engines[mode], "bench_acceptance"))[0]
+        accepted: dict[str, list[int]] = (await _call(self._engines[mode][0], "bench_acceptance"))[0]
         return accepted
 
 
@@ -330,7 +348,8 @@ def store_history(store: HistoryStore, groups: Mapping[str, RecordedGroup]) -> N
     """Append the history of problems, by name, that do not have it yet."""
     for problem, group in groups.items():
         for number, tokens in enumerate(group.history):
-            record = HistoryRecord(f"{problem}-{number}", _JOB, 1, 1, np.array(tokens, np.uint32), "stop")
+            reason = FinishReason.STOP if len(tokens) < group.max_tokens else FinishReason.LENGTH
+            record = HistoryRecord(f"{problem}-{number}", _JOB, 1, 1, np.array(tokens, np.uint32), reason)
             store.append(problem, record, newest=1)
 
 
@@ -339,9 +358,10 @@ async def set_rollouts(engine: Engine, recorded: dict[str, list[int]]) -> None:
     await _call(engine, "bench_set_rollouts", recorded)
 
 
-async def _times(engine: Engine) -> dict[str, float]:
-    times: dict[str, float] = (await _call(engine, "bench_times"))[0]
-    return times
+async def _totals(engines: Sequence[Engine]) -> dict[str, float]:
+    """Return the engines' counters and times, added up."""
+    of_each = [asdict(engine.counters) | (await _call(engine, "bench_times"))[0] for engine in engines]
+    return {name: sum(one[name] for one in of_each) for name in of_each[0]}
 
 
 async def _call(engine: Engine, method: str, *args: Any) -> list[Any]:
@@ -361,23 +381,32 @@ async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: i
 
 
 def engine_config(
-    mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool, dtype: Dtype = "auto"
+    mode: str,
+    model: Path,
+    url: str,
+    *,
+    max_tokens: int,
+    batch: int,
+    eager: bool,
+    dtype: Dtype = "auto",
+    engines: int = 1,
 ) -> EngineConfig:
     """Return the configuration of a mode's engine.
 
     Args:
-        mode: one of :data:`MODES`, or :data:`UNGOVERNED`.
+        mode: one of :data:`MODES` or :data:`LENGTH_POLICIES`, or :data:`UNGOVERNED`.
         model: the model's directory; without safetensors files, random weights are used.
         url: the Redis server of the history.
         max_tokens: maximum tokens of a prompt and its response together.
-        batch: maximum number of concurrent rollouts.
+        batch: maximum number of concurrent rollouts of all engines of the mode together.
         eager: whether vLLM runs without compilation.
         dtype: type of the weights, as in ``EngineSpec``.
+        engines: number of engines of the mode; *batch* is a multiple of it.
     """
     spec = EngineSpec(
         max_model_len=max_tokens + SUFFIX_DRAFT,
-        max_num_seqs=batch,
-        kv_cache_memory=str(KV_CACHE_BYTES),
+        max_num_seqs=batch // engines,
+        kv_cache_memory=str(KV_CACHE_BYTES // engines),
         enforce_eager=eager,
         dtype=dtype,
     )
@@ -391,10 +420,9 @@ def engine_config(
     if not any(model.glob("*.safetensors")):
         overrides["load_format"] = "dummy"
     drafting = None
-    if mode in ("das", UNGOVERNED):
+    if (policy := _POLICIES.get(mode)) is not None:
         history = HistoryLocation(url, KEYS.namespace, KEYS.name, window=16)
-        governed = mode != UNGOVERNED
-        drafting = DraftingConfig("marginal" if governed else "fixed", MAX_DRAFT, 2**31, history, governed=governed)
+        drafting = DraftingConfig(policy, MAX_DRAFT, 2**31, history, engines, governed=mode != UNGOVERNED)
         overrides["worker_extension_cls"] = _FORCED_DRAFTING_ENGINE
     if mode == DROP_IN:
         overrides |= drafting_args() | {"worker_extension_cls": _FORCED_DRAFTING_ENGINE}
@@ -434,18 +462,22 @@ async def start_engines(
     batch: int,
     eager: bool = False,
     dtype: Dtype = "auto",
-) -> AsyncIterator[dict[str, Engine]]:
-    """Start one engine per mode, one after the other, and close them at the end.
+    engines: int = 1,
+) -> AsyncIterator[dict[str, list[Engine]]]:
+    """Start the engines of each mode, one after the other, and close them at the end.
 
     The arguments are those of :func:`engine_config`.
     """
     async with AsyncExitStack() as stack:
-        engines = {}
-        for mode in modes:
-            config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager, dtype=dtype)
+        started: dict[str, list[Engine]] = {mode: [] for mode in modes}
+        for mode in (mode for mode in modes for _ in range(engines)):
+            config = engine_config(
+                mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager, dtype=dtype, engines=engines
+            )
             with model_runner(mode):
-                engine = engines[mode] = await Engine.start(config)
+                engine = await Engine.start(config)
+            started[mode].append(engine)
             stack.callback(engine.close)
             await _call(engine, "bench_install")
             print(f"{mode}: engine started", file=sys.stderr, flush=True)
-        yield engines
+        yield started

@@ -15,6 +15,7 @@ from vllm.config.speculative import NgramGPUTypes
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout import Results, figures_of
 from benchmarks.rollout_runs import (
+    GROUP_SIZE,
     KEYS,
     MAX_DRAFT,
     UNGOVERNED,
@@ -31,6 +32,7 @@ from rollout_store.history.store import HistoryStore
 from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
 from rollout_worker.engine.config import vllm_settings
 from rollout_worker.engine.draft_settings import SOURCES
+from rollout_worker.engine.engine import Engine
 from tests.support.reference_model import VOCABULARY, make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -103,9 +105,44 @@ def test_engine_accepts_exactly_what_a_replay_without_an_engine_accepts(tmp_path
     assert sum(map(sum, expected)) > sum(map(len, expected)) / 2
 
 
-def measurements(mode: str, seconds: list[float]) -> list[Measurement]:
+def test_the_engines_of_a_mode_share_the_groups_and_draft_by_length(tmp_path: Path) -> None:
+    """Each engine has one problem whose rollouts were short so far, and one whose rollouts were long."""
+    model, rng = make_model(tmp_path / "model"), random.Random(5)
+    groups = {}
+    for name in ("short 0", "short 1", "long 0", "long 1"):
+        rollouts = random_rollouts(2 * GROUP_SIZE, rng)
+        if name.startswith("short"):
+            rollouts = [[*tokens[:9], END] for tokens in rollouts]
+        groups[name] = RecordedGroup(PROMPT, rollouts[:GROUP_SIZE], rollouts[GROUP_SIZE:], MAX_TOKENS)
+    recorded, batch = RecordedEpochs([groups], [END]), len(groups) * GROUP_SIZE
+
+    async def run(url: str) -> tuple[Measurement, list[Engine], list[dict[str, dict[str, int]]]]:
+        async with start_engines(
+            ["das-classes"], model, url, max_tokens=300, batch=batch, eager=True, engines=2
+        ) as started:
+            engines = started["das-classes"]
+            measurement = await ModeRunner(started, recorded, HistoryStore(connect(url), KEYS, window=16)).run(
+                "das-classes", batch, 0, 0
+            )
+            return measurement, engines, [(await engine.stats())["labeled_counters"] for engine in engines]
+
+    with redis_server() as url:
+        measurement, engines, counters = asyncio.run(run(url))
+    expected = [
+        sum(len(tokens) for name in (f"short {number}", f"long {number}") for tokens in groups[name].rollouts)
+        for number in range(2)
+    ]
+    assert expected == [engine.counters.tokens for engine in engines]
+    assert (batch, sum(expected)) == (measurement.rollouts, measurement.tokens)
+    assert measurement.accepted == sum(engine.counters.accepted_tokens for engine in engines)
+    for of_engine in counters:
+        assert of_engine["class_draft_tokens"]["short"] == 0 < of_engine["class_steps"]["short"]
+        assert of_engine["class_draft_tokens"]["long"] > 0
+
+
+def measurements(mode: str, seconds: list[float], epoch: int = 0) -> list[Measurement]:
     return [
-        Measurement(mode, 4, 0, number, 8, 1000, makespan, 100, 50, 25, 0.1, 0.01)
+        Measurement(mode, 4, epoch, number, 8, 1000, makespan, 100, 50, 25, 0.1, 0.01)
         for number, makespan in enumerate(seconds)
     ]
 
@@ -119,6 +156,20 @@ def test_figures_use_only_the_pairs_that_all_modes_have() -> None:
     assert not [name for name in figures if "batch 8" in name]
     with_claim = figures_of(runs, ["none", "das"], [4], claim_267m=True)
     assert [1.25] == [figure.target for figure in with_claim if figure.name == speed.name]
+
+
+def test_policies_with_lengths_are_compared_with_das_by_epoch_and_are_no_peers_of_it() -> None:
+    modes, runs = ["none", "das", "das-classes"], []
+    for epoch, speed in enumerate((2.0, 4.0)):
+        runs += measurements("none", [3.0] * 5, epoch) + measurements("das", [2.0] * 5, epoch)
+        runs += measurements("das-classes", [2.0 / speed] * 5, epoch)
+    figures = {figure.name: figure for figure in figures_of(runs, modes, [4], claim_267m=False)}
+    for epoch, speed in enumerate((2.0, 4.0), 1):
+        name = f"speed of das-classes against das, batch 4, epoch {epoch}"
+        assert [(speed, "das")] * 2 == [
+            (figures[one].value, figures[one].peer) for one in (name, f"{name}, lower bound")
+        ]
+    assert "none (fastest)" == figures["speed of das against the fastest other mode, batch 4"].peer
 
 
 def test_there_is_a_lower_bound_from_five_pairs_on() -> None:

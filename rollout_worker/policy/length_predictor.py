@@ -41,6 +41,10 @@ _MIN_DEVIATION = 0.1
 _MIN_PROBABILITY = 1e-9
 _MAX_LOG = 20.0
 _NORMAL = NormalDist()
+_TRUST_DECAY = 0.995
+"""The same for the measurement of what predictions explain, so that about the last 200 count."""
+_MEAN_DECAY = 0.95
+"""The same for the mean error at a stage, so that about the last 20 count."""
 _STAGES = 8
 """Number of stages of a rollout with errors of their own: below 128 tokens, 256, …, and above."""
 _ERRORS = 1024
@@ -116,10 +120,10 @@ class LengthPredictor:
         self._coefficients: Floats = prior * self._is_used
         self._errors = [deque(_FIRST_ERRORS, maxlen=_ERRORS) for _ in range(_STAGES)]
         """The last errors of the logarithm at each stage."""
-        self._stage_weights, self._stage_sums = np.full(_STAGES, _PRIOR_ROLLOUTS), np.zeros(_STAGES)
-        """Decaying number of rollouts at each stage, and sum of their differences from the baseline."""
-        self._error_squares, self._squares = 1.0, 1.0
-        """Decaying sums of the squares of errors, and of those of predictions that know the stage alone."""
+        self._means = np.zeros((2, _STAGES))
+        """Recent means of the errors, and of the differences from the baseline, at each stage."""
+        self._squares = np.ones(2)
+        """Decaying sums of the squares of deviations from these means."""
 
     def examine(self, evidence: Evidence) -> Example:
         """Compare what the sources say."""
@@ -148,8 +152,11 @@ class LengthPredictor:
 
     @property
     def explained(self) -> float:
-        """The share of the variance between rollouts that earlier predictions have explained; 0 if they are useless."""
-        return max(0.0, 1.0 - self._error_squares / self._squares)
+        """The share of the variance between rollouts that earlier predictions have explained; 0 if they are useless.
+
+        What all predictions at a stage are wrong by makes no difference between rollouts, and does not count.
+        """
+        return max(0.0, 1.0 - float(self._squares[0] / self._squares[1]))
 
     def learn(self, examples: Sequence[Example], length: int) -> None:
         """Compare the predictions of a rollout with its number of tokens when it ended."""
@@ -161,12 +168,12 @@ class LengthPredictor:
         targets = np.log(rests) - baselines
         errors = targets - np.array([example.difference for example in examples])
         stages = np.array([_stage(example.generated) for example in examples])
-        offsets = targets - (self._stage_sums / self._stage_weights)[stages]
         weight = 1.0 / len(examples)
-        self._error_squares = _DECAY * self._error_squares + weight * float(errors @ errors)
-        self._squares = _DECAY * self._squares + weight * float(offsets @ offsets)
-        self._stage_weights = _DECAY * self._stage_weights + weight * np.bincount(stages, minlength=_STAGES)
-        self._stage_sums = _DECAY * self._stage_sums + weight * np.bincount(stages, targets, _STAGES)
+        values = np.stack([errors, targets])
+        deviations = values - self._means[:, stages]
+        self._squares = _TRUST_DECAY * self._squares + weight * (deviations**2).sum(axis=1)
+        for stage in set(stages.tolist()):
+            self._means[:, stage] += (1.0 - _MEAN_DECAY) * deviations[:, stages == stage].mean(axis=1)
         for stage, error in zip(stages.tolist(), errors.tolist(), strict=True):
             self._errors[stage].append(error)
         self._precision = np.asarray(_DECAY * self._precision + weight * features.T @ features, np.float64)

@@ -64,8 +64,8 @@ The head exports these metrics for each engine, from the engine's last report. `
 - The fitted cost model of a step is described in [budgets.md](budgets.md#the-cost-model). For a mixture of experts, its
   constant part and its time per token hold for steps with about one draft token per rollout;
   `rollout_engine_cost_experts_seconds` is 0 in a dense model.
-- `rollout_engine_class_*` exist with the draft policies `das-classes` and `das-optimal`. The quotient of
-  `rollout_engine_class_budget_tokens_total` and `rollout_engine_class_steps_total` is the mean
+- `rollout_engine_class_*` exist with the draft policies `das-classes`, `das-optimal` and `marginal-with-lengths`. The
+  quotient of `rollout_engine_class_budget_tokens_total` and `rollout_engine_class_steps_total` is the mean
   [draft budget](budgets.md#length-classes) of a class.
 - The exceptions behind `rollout_engine_drafting_failures_total` are in the log of the engine's worker."""
 

@@ -492,7 +492,7 @@ class Speculation(ManifestModel):
 
     policy: Annotated[Literal[PolicyName, "off"], BeforeValidator(_false_to_off)] = "marginal"
     """Draft policy. marginal drafts a token if it is expected to save the batch more time than verifying it costs.
-    marginal-with-lengths values the time of rollouts higher that are expected to end last. das-classes and das-optimal
+    marginal-with-lengths gives more weight to rollouts that are expected to end last. das-classes and das-optimal
     are the policies of DAS (arXiv 2511.13841): they draft more for rollouts that are expected to be long. fixed drafts
     maxDraftTokens for every rollout, and unlimited drafts up to 64. With all of these, the governor disables drafting
     that does not pay. off disables drafting; write "off" in quotes, because kubectl reads it as false otherwise."""
@@ -500,8 +500,8 @@ class Speculation(ManifestModel):
     """Maximum number of draft tokens per rollout and step."""
     min_survival: float | None = Field(default=None, ge=0, le=1)
     """A draft ends before the first token whose survival, the probability that it is reached and accepted, is below
-    this, in addition to what the policy decides. Without it, drafts of all policies but marginal end only at their
-    maximum length, or where the drafter knows no continuation."""
+    this, in addition to what the policy decides. Without it, drafts of all policies but marginal and
+    marginal-with-lengths end only at their maximum length, or where the drafter knows no continuation."""
     window: int = Field(default=16, ge=1, le=1024)
     """Number of generations whose rollouts are kept and drafted from, counted per problem: the newest ones in which the
     problem was sampled."""

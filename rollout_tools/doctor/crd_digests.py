@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "02b4ca175beeaabc88150e6555e45e41522b52d0d3c324444ffbf83aab1f7032",
+    "rolloutjobs.das.rollout.dev": "76e1301f133094161fd5e8166d94d8758c183803191903d4c6718278e3eece10",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

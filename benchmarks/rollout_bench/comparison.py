@@ -12,11 +12,14 @@ from benchmarks.figures import Figure
 
 OURS = "das-rollout"
 RUN_AHEAD = "das-rollout-run-ahead"
+DEFAULT = "das-rollout-default"
+"""With the draft length that the methods that depend on lengths have, too."""
 LENGTHS = "with-lengths"
 KNOWN_LENGTHS = "known-lengths"
 OWN_METHODS = (
     "constant-threshold",
     LENGTHS,
+    DEFAULT,
     OURS,
     "das-rollout-drafts-first",
     RUN_AHEAD,
@@ -114,7 +117,7 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 figures.append(
                     Figure(f"makespan of {method} (simulated), {name}", interval.ratio, "x", "none", "<=", None)
                 )
-        if KNOWN_LENGTHS in methods and OURS in methods:
+        if KNOWN_LENGTHS in methods and DEFAULT in methods:
             figures += _length_figures(name, methods)
         for method in (OURS, RUN_AHEAD):
             if plain is not None and method in methods:
@@ -151,18 +154,18 @@ def _length_figures(name: str, methods: Mapping[str, Row]) -> list[Figure]:
         if method not in methods:
             continue
         for epoch in (None, *sorted(set(methods[method]["epochs"]))):
-            interval = compare(methods[method], methods[OURS], epoch)
+            interval = compare(methods[method], methods[DEFAULT], epoch)
             case = f"{method} (simulated), {name}{'' if epoch is None else f', epoch {epoch}'}"
             target = MAX_LOSS if method == LENGTHS and epoch is None else None
             figures += [
-                Figure(f"makespan of {case}", interval.ratio, "x", OURS, "<=", target),
-                Figure(f"lower bound of the 95 % interval, {case}", interval.low, "x", OURS, "<=", None),
-                Figure(f"upper bound of the 95 % interval, {case}", interval.high, "x", OURS, "<=", None),
+                Figure(f"makespan of {case}", interval.ratio, "x", DEFAULT, "<=", target),
+                Figure(f"lower bound of the 95 % interval, {case}", interval.low, "x", DEFAULT, "<=", None),
+                Figure(f"upper bound of the 95 % interval, {case}", interval.high, "x", DEFAULT, "<=", None),
             ]
     if LENGTHS in methods:
-        gain, bound = (1 / compare(methods[method], methods[OURS]).ratio - 1 for method in (LENGTHS, KNOWN_LENGTHS))
+        gain, bound = (1 / compare(methods[method], methods[DEFAULT]).ratio - 1 for method in (LENGTHS, KNOWN_LENGTHS))
         if bound > 0:
-            name = f"gain of {LENGTHS} over {OURS} (simulated), {name}"
+            name = f"gain of {LENGTHS} over {DEFAULT} (simulated), {name}"
             unit = "of that with known lengths"
             figures.append(Figure(name, gain / bound, unit, KNOWN_LENGTHS, ">=", MIN_SHARE_OF_BOUND))
     return figures

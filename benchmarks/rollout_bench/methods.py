@@ -320,6 +320,9 @@ RIVALS: dict[str, Rival] = {
         tunes_order=False,
     ),
     "das-rollout": Rival(_ours, _OUR_GRID, "this project", tunes_order=False),
+    "das-rollout-default": Rival(
+        _ours, [{}], "this project with a job's default of 16 draft tokens", tunes_order=False
+    ),
     "das-rollout-drafts-first": Rival(
         lambda **values: _ours(host_s=prepared_afterwards_s, **values),
         _OUR_GRID,

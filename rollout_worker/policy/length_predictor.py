@@ -174,10 +174,11 @@ class LengthPredictor:
         self._squares = _TRUST_DECAY * self._squares + weight * (deviations**2).sum(axis=1)
         for stage in set(stages.tolist()):
             self._means[:, stage] += (1.0 - _MEAN_DECAY) * deviations[:, stages == stage].mean(axis=1)
-        for stage, error in zip(stages.tolist(), errors.tolist(), strict=True):
-            self._errors[stage].append(error)
         self._precision = np.asarray(_DECAY * self._precision + weight * features.T @ features, np.float64)
         self._moments = _DECAY * self._moments + weight * features.T @ targets
+        # Quantiles are those of the errors that the present coefficients would have made.
+        for stage, error in zip(stages.tolist(), (targets - features @ self._coefficients).tolist(), strict=True):
+            self._errors[stage].append(error)
         self._coefficients = np.asarray(np.linalg.solve(self._precision, self._moments), np.float64)
 
 

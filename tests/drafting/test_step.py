@@ -590,7 +590,7 @@ def test_a_step_whose_tokens_are_reported_later_is_counted() -> None:
     assert 3 < len(draft)
     assert bytes([code_of("history")] * 2) == index.count_step(handle, 3, 2)
     stepper.step(recorded[4:7], verified=[0])
-    assert (3, 2, 7, b"", (3, 0, 0, 0)) == index.close(handle)
+    assert (3, 2, 7, b"", (3, 0, 0, 0), "") == index.close(handle)
 
 
 def test_a_long_prompt_is_indexed_in_the_background_when_drafting_ahead() -> None:

@@ -15,7 +15,7 @@ from rollout_worker.policy.predicted_lengths import LengthPredictingPolicy, Leng
 from rollout_worker.policy.step_cost import StepCost
 
 _EXAMINED_PER_STEP = 1
-"""Number of rollouts whose lengths are predicted in one step, because that takes 0.2 to 0.3 ms."""
+"""Number of rollouts whose lengths are predicted in one step, because that takes a fraction of a millisecond."""
 EXAMINE_FACTOR = 1.25
 """Growth factor of a rollout after which its length is predicted again."""
 EXAMINE_TOKENS = 64
@@ -35,9 +35,9 @@ NUM_QUANTILES = 16
 _SAMPLES = 64
 """Number of joint samples of all remaining tokens; a multiple of the number of quantiles."""
 _ELASTICITY = 0.2
-"""By how many per cent a rollout generates more tokens per step if its share is one per cent larger.
+"""By how many per cent a rollout is assumed to generate more tokens per step if its share is one per cent larger.
 
-Measured elasticities are 0.05 to 0.15, but larger values lose nothing, and spread the shares where predictions err."""
+A large value spreads the shares, and so loses less where predictions err."""
 _LASTING_SPEED = 0.5
 """Share of the differences between the rollouts' tokens per step (in logarithms) that is expected to last."""
 _MAX_FACTOR = 20.0

@@ -198,7 +198,7 @@ def test_the_first_rollouts_that_end_are_learned_from_together_with_the_others()
     for row in rows[11:].tolist():
         policy.close(row)
     assert policy.is_learning
-    # One in each step, because each takes about half a millisecond.
+    # One in each step, because each takes a fraction of a millisecond.
     for _ in range(14):
         policy.examine(rows[:0], lambda row: NOWHERE)
         assert policy.is_learning
@@ -220,7 +220,7 @@ def test_rollouts_without_a_prediction_are_worth_the_mean() -> None:
 
 
 def test_few_lengths_are_predicted_in_one_step() -> None:
-    """A prediction takes 0.2 to 0.3 ms."""
+    """A prediction takes a fraction of a millisecond."""
     policy = MarginalWithLengths(DraftLimits(16, 1000), FixedLengths(LENGTHS))
     rows = open_rollouts(policy, ["short"] * 64)
     asked: list[int] = []

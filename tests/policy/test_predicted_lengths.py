@@ -20,11 +20,18 @@ from rollout_worker.policy.predicted_lengths import (
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 from tests.support.draft_policies import COSTS, FixedLengths, assert_limits_are_respected, draft_length
 
+
+class Trusting(MarginalWithLengths):
+    """Lets all shares follow from predictions, so that they differ."""
+
+    trust = 1.0
+
+
 PolicyFactory = Callable[[DraftLimits, LengthSource], LengthPredictingPolicy]
 POLICIES: dict[str, PolicyFactory] = {
     "das-classes": DasClasses,
     "das-optimal": DasOptimal,
-    "marginal-with-lengths": MarginalWithLengths,
+    "marginal-with-lengths": Trusting,
 }
 
 

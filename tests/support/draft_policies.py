@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Position
 from rollout_worker.policy.step_cost import StepCost
 
 COSTS = st.builds(
@@ -65,6 +65,8 @@ def assert_limits_are_respected(
         progress[row] = [generated, generated + more]
     while progress:
         rows = list(progress)
+        while policy.examine(np.array(rows), lambda row: Position(None, 0, 0)):
+            pass
         budgets = policy.compute_budgets(np.array(rows), cost)
         assert len(rows) == len(budgets.tokens) == len(budgets.min_survivals)
         assert budgets.tokens.sum() <= limits.per_step

@@ -1,177 +1,235 @@
 """Recognises the conversation that a prompt continues, and the tokens that were sampled in it.
 
-A client that sends messages sends back the text of earlier responses. The tokens of this text may differ from those
-that were sampled: several sequences of tokens have the same text. A model that is trained on the sampled tokens must
-also continue from them. Conversations are therefore recognised by their text, up to the end of each response, and their
-tokens are replaced by the sampled ones.
+A client that sends messages sends back what it has read in earlier responses. The tokens of the rendered messages may
+differ from those that were sampled: several sequences of tokens have the same text, a chat template formats the
+arguments of tool calls anew and omits earlier reasoning, and a response may have been cut off. A model that is trained
+on the sampled tokens must also continue from them. Conversations are therefore recognised by their messages, and the
+tokens of all messages up to the end of the last response are replaced by the sampled ones.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from rollout_api.client.request_client import RequestClient
-from rollout_api.client.server_records import TurnRecord
-from rollout_api.protocol.messages import FinishReason, Rollout
-from rollout_server.request_context import PrefixSource
+from rollout_api.client.server_records import TurnNames, TurnRecord
+from rollout_api.protocol.messages import Rollout
 
-_Result = TypeVar("_Result")
-
-_MAX_ENDS = 4096
-"""Number of ends of messages in a prompt after which no earlier turns are looked up."""
+_INCOMPLETE = "\ufffd"
+"""What a tokenizer returns for a part of a character."""
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The end of a message in a sequence of tokens."""
+class PrefixSource(StrEnum):
+    """Where the tokens of the earlier turns of a conversation come from."""
 
-    end: int
-    """Number of tokens up to the end of the message."""
-    record_id: str
-    """Id of the turn that ends here, if a response ends here: a hash of the text so far."""
+    SAMPLED = "sampled"
+    """The messages have the tokens that were sampled."""
+    RESTORED = "restored"
+    """The messages have other tokens, which were replaced by those that were sampled."""
+    UNKNOWN = "unknown"
+    """No earlier turn is known, so that all tokens are those of the messages."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt, with the tokens that were sampled in place of those of the text that the client has sent."""
+    """A prompt, with the tokens that were sampled in place of those of the messages that the client has sent."""
 
     token_ids: list[int]
     """Tokens of the prompt."""
-    record_id: str
-    """Id of the last turn in it."""
     num_known: int
-    """Number of tokens up to the end of that turn."""
+    """Number of tokens up to the end of the last turn in it."""
     last_turn: TurnRecord
     """That turn."""
     is_changed: bool
     """Whether tokens were replaced."""
 
 
-class ConversationText:
-    """Splits sequences of tokens at the ends of messages.
+@dataclass(frozen=True)
+class SampledTurn:
+    """The responses to the last message of a conversation."""
 
-    Args:
-        decode: returns the text of tokens, including that of special tokens.
-        end_tokens: tokens that end a response of the model.
+    prompt: Sequence[int]
+    """Tokens that the responses follow."""
+    rollouts: Sequence[Rollout]
+    """The responses."""
+    trajectory_id: str
+    """Id of the conversation."""
+    turn: int
+    """Number of the turn."""
+
+
+@dataclass
+class Conversation:
+    """The messages of one HTTP request, and what is known of them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The messages, as vLLM's server passes them to the chat template."""
+    settings: Any = None
+    """Everything else that determines the prompt, for example the tools."""
+    is_open: bool = False
+    """Whether the response continues the last message."""
+    trajectory_id: str = ""
+    """Id that the client has given to its conversation; empty without."""
+    token_ids: Sequence[int] = ()
+    """Tokens of the prompt as the client has sent it."""
+    continuation: Continuation | None = None
+    """What is known of it."""
+    sampled: SampledTurn | None = None
+    """The responses, once all are sampled."""
+    _digests: list[bytes] = field(default_factory=list)
+
+    def digest(self, length: int) -> bytes:
+        """Return a hash of the first *length* messages, which does not depend on how clients format them."""
+        if not self._digests:
+            self._digests.append(_hash(b"", self.settings))
+        for message in self.messages[len(self._digests) - 1 : length]:
+            self._digests.append(_hash(self._digests[-1], _content(message)))
+        return self._digests[length]
+
+
+def _hash(previous: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return blake2b(previous + text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    """Return what clients send back of a message, however they format it."""
+    if message.get("role") != "assistant":
+        return [message.get("role"), _text(message.get("content"))]
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    arguments = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
+    return ["assistant", _text(message.get("content")).rstrip(_INCOMPLETE).strip(), arguments]
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)  # as vLLM's server joins them
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return the value of a tool call's arguments, of which several texts in JSON may be the same."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return arguments.strip()
+    return _plain({} if arguments is None else arguments)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # as clients in JavaScript write it
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def turn_names(conversation: Conversation, index: int, message: Mapping[str, Any]) -> TurnNames:
+    """Return the names of the turn that ends with *message*, the one at *index*, as the client receives or sends it.
+
+    Several responses to the same messages may have the same content, but differ in their reasoning, which clients may
+    not send back. The ids of tool calls and of the trajectory tell them apart.
     """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], end_tokens: Set[int]) -> None:
-        self._decode, self._end_tokens = decode, end_tokens
-
-    def boundaries(self, token_ids: Sequence[int], after: Boundary | None = None) -> list[Boundary]:
-        """Return the ends of messages, the latest one last.
-
-        If an end of a message in the tokens is given by *after*, only later ones are returned.
-        """
-        found: list[Boundary] = []
-        digest, start = (b"", 0) if after is None else (bytes.fromhex(after.record_id), after.end)
-        for index in range(start, len(token_ids)):
-            if token_ids[index] in self._end_tokens:
-                text = self._decode(token_ids[start : index + 1])
-                digest = blake2b(digest + text.encode(), digest_size=16).digest()
-                found.append(Boundary(index + 1, digest.hex()))
-                start = index + 1
-        return found
+    digest = _hash(conversation.digest(index), _content(message))
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    call_ids = [call.get("id") for call in message.get("tool_calls") or ()]
+    distinct = [
+        *([["calls", call_ids]] if any(call_ids) else []),
+        *([["trajectory", conversation.trajectory_id]] if conversation.trajectory_id else []),
+        ["sent", _text(message.get("content")), reasoning],
+    ]
+    return TurnNames([_hash(digest, name).hex() for name in distinct], digest.hex())
 
 
-def continue_conversation(
-    token_ids: Sequence[int], boundaries: Sequence[Boundary], records: Mapping[str, TurnRecord]
-) -> Continuation | None:
-    """Return the prompt with the tokens that were sampled; None if it continues no known conversation.
-
-    *boundaries* are the ends of messages in the prompt, and *records* the turns that are known, by id.
-    """
-    for boundary in reversed(boundaries):
-        if (known := _known_tokens(boundary.record_id, records)) is not None:
-            continued = [*known, *token_ids[boundary.end :]]
-            return Continuation(
-                continued,
-                boundary.record_id,
-                len(known),
-                records[boundary.record_id],
-                is_changed=known != list(token_ids[: boundary.end]),
-            )
-    return None
+def end_of_message(token_ids: Sequence[int], end_tokens: Set[int], number: int) -> int | None:
+    """Return the index behind the end token with this number, counted from 1; None if there are fewer."""
+    ends = (index for index, token in enumerate(token_ids, 1) if token in end_tokens)
+    return next((index for count, index in enumerate(ends, 1) if count == number), None)
 
 
-def _known_tokens(record_id: str, records: Mapping[str, TurnRecord]) -> list[int] | None:
-    """Return all tokens up to the end of a turn; None if one of its turns is not known."""
-    parts: list[list[int]] = []
-    while record_id:
-        record = records.get(record_id)
-        if record is None:
-            return None
-        parts.append(record.token_ids)
-        record_id = record.previous
-    return [token for part in reversed(parts) for token in part] if parts else None
+def num_ends(token_ids: Iterable[int], end_tokens: Set[int]) -> int:
+    """Return the number of end tokens."""
+    return sum(token in end_tokens for token in token_ids)
 
 
 class Conversations:
-    """The conversations of a job, which all its servers share."""
+    """The conversations of a job, which all its servers share.
 
-    def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:
-        self._client = client
-        self._end_token: int | None = getattr(tokenizer, "eos_token_id", None)
-        # Decoding long prompts takes milliseconds. A tokenizer may only be used by one thread at a time.
-        own_tokenizer = copy.deepcopy(tokenizer)
-        self._text = ConversationText(lambda tokens: str(own_tokenizer.decode(tokens)), end_tokens)
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="conversations")
+    Args:
+        client: connection to the job.
+        end_tokens: tokens that end a response of the model.
+        end_token: the one with which the chat template ends a response that was cut off; None if it has none.
+    """
 
-    async def find(self, token_ids: Sequence[int]) -> tuple[Continuation | None, PrefixSource]:
-        """Return what is known of the conversation that a prompt continues, and where its earlier tokens come from.
+    def __init__(self, client: RequestClient, end_tokens: Set[int], end_token: int | None) -> None:
+        self._client, self._end_tokens, self._end_token = client, end_tokens, end_token
 
-        Raises:
-            RedisUnreachableError: Redis was unreachable for too long.
-        """
-        boundaries = await self._in_thread(lambda: self._text.boundaries(token_ids))
-        if len(boundaries) > _MAX_ENDS:
-            return None, PrefixSource.UNKNOWN
-        records = await self._client.turns.read([boundary.record_id for boundary in boundaries])
-        continuation = continue_conversation(token_ids, boundaries, records)
-        if continuation is not None:
-            return continuation, PrefixSource.RESTORED if continuation.is_changed else PrefixSource.SAMPLED
-        return None, PrefixSource.UNKNOWN
-
-    async def record(
-        self,
-        prompt: Sequence[int],
-        rollouts: Sequence[Rollout],
-        continuation: Continuation | None,
-        *,
-        trajectory_id: str,
-        turn: int,
-    ) -> None:
-        """Record the responses to a prompt, except for those that were cut off or ended by a stop string.
+    async def find(self, conversation: Conversation) -> PrefixSource:
+        """Find the last known turn of a conversation, and set its continuation.
 
         Raises:
             RedisUnreachableError: Redis was unreachable for too long.
         """
-        previous, num_known = ("", 0) if continuation is None else (continuation.record_id, continuation.num_known)
+        closed = conversation.messages[: len(conversation.messages) - conversation.is_open]
+        indices = [index for index, message in enumerate(closed) if message.get("role") == "assistant"]
+        found = await self._client.turns.find([turn_names(conversation, index, closed[index]) for index in indices])
+        for index, record_id in zip(reversed(indices), reversed(found), strict=True):
+            turns = await self._client.turns.read(record_id) if record_id else None
+            if turns and (start := self._end_of_turn(conversation, turns[-1], index)) is not None:
+                known = [token for turn in turns for token in turn.token_ids]
+                is_changed = known != list(conversation.token_ids[:start])
+                conversation.continuation = Continuation(
+                    [*known, *conversation.token_ids[start:]], len(known), turns[-1], is_changed
+                )
+                return PrefixSource.RESTORED if is_changed else PrefixSource.SAMPLED
+        return PrefixSource.UNKNOWN
 
-        def make_records() -> dict[str, TurnRecord]:
-            records: dict[str, TurnRecord] = {}
-            last = next(reversed(self._text.boundaries(prompt)), None)
-            for rollout in rollouts:
-                tokens = [*prompt, *rollout.token_ids]
-                if rollout.finish_reason is FinishReason.LENGTH and self._end_token is not None:
-                    tokens.append(self._end_token)  # as the chat template will, so that the text is the same
-                later = self._text.boundaries(tokens, last)
-                if later and later[-1].end == len(tokens):
-                    record = TurnRecord(previous, tokens[num_known:], trajectory_id, turn, rollout.problem_id)
-                    records.setdefault(later[-1].record_id, record)
-            return records
+    def _end_of_turn(self, conversation: Conversation, turn: TurnRecord, index: int) -> int | None:
+        """Return the number of tokens of the client's prompt up to the end of the response at *index*; None if unclear.
 
-        await self._client.turns.write(await self._in_thread(make_records))
+        Templates end each message, or each response, with an end token.
+        """
+        start = end_of_message(conversation.token_ids, self._end_tokens, turn.num_ends)
+        num_later = len(conversation.messages) - 1 - index
+        if start is None or num_ends(conversation.token_ids[start:], self._end_tokens) > num_later:
+            return None
+        return start
 
-    def close(self) -> None:
-        """End the thread that decodes conversations."""
-        self._decoder.shutdown(wait=False)
+    async def record(self, conversation: Conversation, responses: Mapping[int, Mapping[str, Any]]) -> None:
+        """Record responses to a conversation, by sample, as the client receives them.
 
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._decoder, work)
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        sampled, last = conversation.sampled, conversation.continuation
+        if sampled is None or conversation.is_open:
+            return
+        earlier = [] if last is None else [*last.last_turn.earlier, last.last_turn.record_id]
+        new_prompt = sampled.prompt[0 if last is None else last.num_known :]
+        records: list[tuple[TurnRecord, TurnNames]] = []
+        for sample, message in responses.items():
+            rollout = sampled.rollouts[sample]
+            tokens = [*new_prompt, *rollout.token_ids]
+            if tokens[-1] not in self._end_tokens and self._end_token is not None:
+                tokens.append(self._end_token)  # as the chat template will
+            record = TurnRecord(
+                record_id=blake2b(rollout.rollout_id.encode(), digest_size=16).hexdigest(),
+                earlier=earlier,
+                token_ids=tokens,
+                num_ends=num_ends(conversation.token_ids, self._end_tokens) + 1,
+                trajectory_id=sampled.trajectory_id,
+                turn=sampled.turn,
+                problem_id=rollout.problem_id,
+            )
+            records.append((record, turn_names(conversation, len(conversation.messages), message)))
+        await self._client.turns.write(records)

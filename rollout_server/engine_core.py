@@ -34,9 +34,9 @@ from rollout_api.errors import (
     WeightsError,
 )
 from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
-from rollout_api.protocol.messages import FinishReason, Partial, Rollout
+from rollout_api.protocol.messages import FinishReason, Partial
 from rollout_server.access import LimitError, current_model_tokens, error_response
-from rollout_server.conversations import Continuation, Conversations
+from rollout_server.conversations import SampledTurn
 from rollout_server.engine_outputs import ResponseOutputs
 from rollout_server.request_context import (
     REQUEST_IDS_HEADER,
@@ -49,9 +49,6 @@ from rollout_server.request_context import (
 
 logger = logging.getLogger(__name__)
 
-_RECORD_TIMEOUT_S = 2.0
-"""Seconds that a response may wait until its conversation is recorded."""
-
 
 @dataclass
 class Group:
@@ -60,9 +57,7 @@ class Group:
     params: SamplingParams
     """Sampling parameters, with the number of samples."""
     client_tokens: Sequence[int] = ()
-    """Tokens of the prompt before those of earlier turns were replaced; empty if they were not."""
-    continuation: Continuation | None = None
-    """What is known of the conversation that the prompt continues."""
+    """Tokens of the prompt before those of earlier turns were replaced; empty if it does not consist of messages."""
     requests: list[EngineCoreRequest] = field(default_factory=list)
     trajectory_id: str | None = None
     turn: int = 0
@@ -82,9 +77,9 @@ class JobEngineCore:
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, client: RequestClient, output_processor: OutputProcessor, conversations: Conversations) -> None:
+    def __init__(self, client: RequestClient, output_processor: OutputProcessor) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
-        self._client, self._output_processor, self._conversations = client, output_processor, conversations
+        self._client, self._output_processor = client, output_processor
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._running: dict[str, tuple[Group, asyncio.Task[None]]] = {}
         """Request of vLLM's server → its group, and the task that receives the group's rollouts."""
@@ -201,7 +196,7 @@ class JobEngineCore:
         )
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
-        if context.has_messages:
+        if context.conversation is not None:
             context.report(TURN_HEADER, str(group.turn))
         return prepared
 
@@ -210,8 +205,9 @@ class JobEngineCore:
         fields: RolloutFields, group: Group, context: RequestContext, request_id: str
     ) -> RolloutFields:
         """Return the fields, with those that follow from the conversation if the client has not set them."""
-        if group.continuation is not None:
-            last = group.continuation.last_turn
+        conversation = context.conversation
+        if conversation is not None and conversation.continuation is not None:
+            last = conversation.continuation.last_turn
             return replace(
                 fields,
                 trajectory_id=fields.trajectory_id or last.trajectory_id,
@@ -219,7 +215,7 @@ class JobEngineCore:
                 problem_id=fields.problem_id or last.problem_id,
             )
         session_id = group.requests[0].session_id
-        if fields.trajectory_id is None and (session_id or context.has_messages):
+        if fields.trajectory_id is None and (session_id or conversation is not None):
             return replace(fields, trajectory_id=session_id or request_id or uuid.uuid4().hex)
         return fields
 
@@ -240,24 +236,13 @@ class JobEngineCore:
             for rollout in rollouts:
                 if rollout.finish_reason is FinishReason.FAILED:
                     raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
-            if context.has_messages:
-                await self._record(group, rollouts)
+            if context.conversation is not None:
+                prompt = group.requests[0].prompt_token_ids or []
+                context.conversation.sampled = SampledTurn(prompt, rollouts, group.trajectory_id or "", group.turn)
             for response, rollout in zip(responses, rollouts, strict=True):
                 self._put(response.finish(rollout))
         except Exception as error:
             self._fail(group, error if isinstance(error, VLLMError) else http_error(error))
-
-    async def _record(self, group: Group, rollouts: Sequence[Rollout]) -> None:
-        """Record the turn of a conversation, if Redis does not take too long."""
-        prompt = group.requests[0].prompt_token_ids or []
-        try:
-            async with asyncio.timeout(_RECORD_TIMEOUT_S):
-                await self._conversations.record(
-                    prompt, rollouts, group.continuation, trajectory_id=group.trajectory_id or "", turn=group.turn
-                )
-        except (TimeoutError, RolloutClientError) as error:
-            reason = str(error) or f"Redis took more than {_RECORD_TIMEOUT_S:g} s"
-            logger.warning("The turn of a conversation is not recorded, so its next turn will be unknown: %s", reason)
 
     def _put(self, outputs: Iterable[EngineCoreOutputs]) -> None:
         for output in outputs:
@@ -274,6 +259,12 @@ class JobEngineCore:
         for queue in queues.values():
             processor.abort_requests([queue.request_id], internal=True)
             queue.put(error)
+
+
+def client_trajectory(params: SamplingParams, context: RequestContext, session_id: str | None) -> str:
+    """Return the id that a client has given to its conversation; empty if it has given none."""
+    given = (params.extra_args or {}).get("rollout_trajectory") or context.headers.get("trajectory") or session_id
+    return str(given or "")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollout_api.client.request_client import RequestClient
 from rollout_server.conversations import Conversations
-from rollout_server.engine_core import Group, JobEngineCore, http_errors
+from rollout_server.engine_core import Group, JobEngineCore, client_trajectory, http_errors
 from rollout_server.request_context import PREFIX_HEADER, current_context
 from rollout_worker.engine.vllm_client import model_end_tokens
 
@@ -41,8 +41,10 @@ class JobEngine(AsyncLLM):
         self._job_defaults = client.job.sampling
         self.end_tokens = model_end_tokens(self)
         """Tokens that end a response of the model."""
-        self._conversations = Conversations(client, self.renderer.tokenizer, self.end_tokens)
-        self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations)
+        end_token = getattr(self.renderer.tokenizer, "eos_token_id", None)
+        self.conversations = Conversations(client, self.end_tokens, end_token)
+        """The conversations of the job."""
+        self.engine_core: Any = JobEngineCore(client, self.output_processor)
         self.output_handler: asyncio.Task[None] | None = None
 
     def __del__(self) -> None:
@@ -51,7 +53,6 @@ class JobEngine(AsyncLLM):
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel all requests, and end the threads that encode prompts."""
         self.engine_core.shutdown()
-        self._conversations.close()
         self.renderer.shutdown()
         if self.output_handler is not None:
             self.output_handler.cancel()
@@ -69,12 +70,15 @@ class JobEngine(AsyncLLM):
         params = self._with_job_defaults(params)
         group = Group(params)
         context = current_context()
-        if context.has_messages and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+        conversation = context.conversation
+        if conversation is not None and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+            conversation.token_ids = group.client_tokens = tokens
+            conversation.trajectory_id = client_trajectory(params, context, kwargs.get("session_id"))
             with http_errors():
-                group.continuation, source = await self._conversations.find(tokens)
+                source = await self.conversations.find(conversation)
             context.report(PREFIX_HEADER, source)
-            if group.continuation is not None:
-                group.client_tokens, continued = tokens, group.continuation.token_ids
+            if conversation.continuation is not None:
+                continued = conversation.continuation.token_ids
                 prompt = {**prompt, "prompt_token_ids": continued}
                 if len(continued) > len(tokens) and params.max_tokens is not None:
                     params.max_tokens = max(1, min(params.max_tokens, self.model_config.max_model_len - len(continued)))

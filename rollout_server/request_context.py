@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_api.client.job_info import parse_traceparent
 from rollout_api.protocol.messages import Purpose
+from rollout_server.conversations import Conversation
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 """Header with the id under which a repeated request returns the same rollouts."""
@@ -23,19 +23,9 @@ REQUEST_IDS_HEADER = "X-Rollout-Request-Ids"
 TURN_HEADER = "X-Rollout-Turn"
 """Response header: number of the turn within the conversation."""
 PREFIX_HEADER = "X-Rollout-Prefix"
-"""Response header of conversations: where the tokens before the last messages come from; see :class:`PrefixSource`."""
+"""Response header of conversations: where the tokens before the last messages come from; see
+:class:`~rollout_server.conversations.PrefixSource`."""
 _HEADER_PREFIX = "x-rollout-"
-
-
-class PrefixSource(StrEnum):
-    """Where the tokens of the earlier turns of a conversation come from."""
-
-    SAMPLED = "sampled"
-    """The messages have the tokens that were sampled."""
-    RESTORED = "restored"
-    """The messages have other tokens, which were replaced by those that were sampled."""
-    UNKNOWN = "unknown"
-    """No earlier turn is known, so that all tokens are those of the messages."""
 
 
 class ContextError(ValueError):
@@ -129,8 +119,8 @@ class RequestContext:
     """Span of the caller, if it has sent a valid header ``traceparent``."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers ``X-Rollout-…`` without this prefix → values."""
-    has_messages: bool = False
-    """Whether the prompt arrives as messages, whose tokens vLLM's server chooses."""
+    conversation: Conversation | None = None
+    """The messages, if the prompt arrives as messages, whose tokens vLLM's server chooses."""
     num_prompts: int = 0
     """Number of prompts of this HTTP request so far."""
     response_headers: dict[str, list[str]] = field(default_factory=dict)
@@ -179,7 +169,6 @@ class RequestContextMiddleware:
         context = RequestContext(
             idempotency_key=headers.get(IDEMPOTENCY_HEADER, "").strip(),
             traceparent=parse_traceparent(headers.get("traceparent", "")),
-            has_messages=scope["path"].endswith("/chat/completions"),
             headers={
                 name.removeprefix(_HEADER_PREFIX): value
                 for name, value in headers.items()

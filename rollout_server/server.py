@@ -65,6 +65,7 @@ async def build_app(
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from rollout_server.chat import ConversationChat
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
     from rollout_server.trainer_api import TrainerApi
@@ -106,6 +107,7 @@ async def build_app(
     os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
     app.state.request_client = client
+    ConversationChat.adopt(app.state.openai_serving_chat, engine.conversations)
     sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
     for api in (sglang, trainers):
         app.include_router(api.router())

@@ -6,7 +6,7 @@ All methods that access Redis raise :class:`rollout_api.RolloutClientError` if t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,14 @@ class _Records:
 class TurnRecord:
     """A turn that has been sampled."""
 
-    previous: str
-    """Id of the record of the previous turn; empty for the first turn."""
+    record_id: str
+    """Id of its rollout."""
+    earlier: list[str]
+    """Ids of the records of the earlier turns of the conversation."""
     token_ids: list[int]
     """Tokens of the conversation that follow those of the previous turn: the rest of the prompt, and the response."""
+    num_ends: int
+    """Number of end tokens up to the end of this turn when the messages are rendered."""
     trajectory_id: str
     """Id of the conversation."""
     turn: int
@@ -49,7 +53,10 @@ class TurnRecord:
     def encode(self) -> bytes:
         """Return the record as bytes."""
         packed: bytes = msgpack.packb(
-            [self.previous, pack_tokens(self.token_ids), self.trajectory_id, self.turn, self.problem_id]
+            [
+                *(self.record_id, self.earlier, pack_tokens(self.token_ids), self.num_ends),
+                *(self.trajectory_id, self.turn, self.problem_id),
+            ]
         )
         return packed
 
@@ -61,44 +68,75 @@ class TurnRecord:
             CodecError: it is not a record.
         """
         try:
-            previous, tokens, trajectory_id, turn, problem_id = msgpack.unpackb(data)
-            return cls(previous, unpack_tokens(tokens), trajectory_id, turn, problem_id)
+            record_id, earlier, tokens, *rest = msgpack.unpackb(data)
+            return cls(record_id, earlier, unpack_tokens(tokens), *rest)
         except (ValueError, TypeError) as error:
             raise CodecError(f"not the record of a turn: {error}") from None
+
+
+@dataclass(frozen=True)
+class TurnNames:
+    """Hashes of a conversation up to the end of a turn, under which the turn can be found."""
+
+    distinct: list[str]
+    """Those that also contain what tells responses with the same content apart, the best one first."""
+    common: str
+    """The one that responses with the same content share."""
 
 
 class TurnRecords(_Records):
     """Reads and writes records of turns."""
 
-    async def read(self, record_ids: Sequence[str]) -> dict[str, TurnRecord]:
-        """Return the records with these ids that exist, which are then remembered for longer."""
-        if not record_ids:
-            return {}
+    async def find(self, turns: Sequence[TurnNames]) -> list[str]:
+        """Return the id of the record of each turn; empty if none or more than one has its names."""
+        keys = [self._keys.turn_name(name) for turn in turns for name in (*turn.distinct, turn.common)]
+        if not keys:
+            return []
+        values: Any = await self._policy.run(lambda: self._client.mget(keys), action="look up a conversation")
+        remaining, found = iter(values), []
+        for turn in turns:
+            owners = [set((next(remaining) or b"").split()) for _ in (*turn.distinct, turn.common)]
+            found.append(next((owner.decode() for [owner] in filter(_is_single, owners)), ""))
+        return found
 
-        async def read_all() -> list[Any]:
+    async def read(self, record_id: str) -> list[TurnRecord]:
+        """Return a turn after the earlier ones, which are then remembered for longer; empty if one is not known."""
+
+        async def read_all(record_ids: Sequence[str]) -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
-            for record_id in record_ids:
-                pipeline.getex(self._keys.turn(record_id), ex=TURN_RETENTION_S)
+            for one in record_ids:
+                pipeline.getex(self._keys.turn(one), ex=TURN_RETENTION_S)
             return list(await pipeline.execute())
 
-        found = await self._policy.run(read_all, action="read the turns of a conversation")
-        return {
-            record_id: TurnRecord.decode(data)
-            for record_id, data in zip(record_ids, found, strict=True)
-            if data is not None
-        }
+        action = "read the turns of a conversation"
+        [last] = await self._policy.run(lambda: read_all([record_id]), action=action)
+        if last is None:
+            return []
+        turn = TurnRecord.decode(last)
+        earlier = await self._policy.run(lambda: read_all(turn.earlier), action=action) if turn.earlier else []
+        return [] if None in earlier else [*map(TurnRecord.decode, earlier), turn]
 
-    async def write(self, records: Mapping[str, TurnRecord]) -> None:
-        """Write records under their ids. The first of several with the same id, which have the same text, counts."""
+    async def write(self, records: Sequence[tuple[TurnRecord, TurnNames]]) -> None:
+        """Write records and their names. The first of several turns with the same distinct name has it."""
 
         async def write_all() -> None:
             pipeline = self._client.pipeline(transaction=False)
-            for record_id, record in records.items():
-                pipeline.set(self._keys.turn(record_id), record.encode(), ex=TURN_RETENTION_S, nx=True)
+            for record, names in records:
+                owner = record.record_id
+                pipeline.set(self._keys.turn(owner), record.encode(), ex=TURN_RETENTION_S, nx=True)
+                for name in names.distinct:
+                    pipeline.set(self._keys.turn_name(name), owner, ex=TURN_RETENTION_S, nx=True)
+                # All owners are kept, so that nobody takes a turn for another one with the same content.
+                pipeline.append(self._keys.turn_name(names.common), f"{owner} ")
+                pipeline.expire(self._keys.turn_name(names.common), TURN_RETENTION_S)
             await pipeline.execute()
 
         if records:
             await self._policy.run(write_all, action="record the turns of conversations")
+
+
+def _is_single(owners: set[bytes]) -> bool:
+    return len(owners) == 1
 
 
 class IdempotencyKeys(_Records):

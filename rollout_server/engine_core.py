@@ -335,6 +335,7 @@ def prepare_request(
         priority=fields.priority,
         deadline_seconds=fields.deadline_seconds,
         weight_version=fields.weight_version,
+        draft_mode=fields.draft_mode,
     )
     try:
         prepared = client.prepare(

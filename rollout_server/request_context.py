@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_api.client.job_info import parse_traceparent
-from rollout_api.protocol.messages import Purpose
+from rollout_api.protocol.messages import DraftMode, Purpose
 from rollout_server.conversations import Conversation
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -56,6 +56,8 @@ class RolloutFields:
     """Weight version that samples all tokens."""
     deadline_seconds: float | None = None
     """Seconds after which rollouts end with the tokens sampled so far."""
+    draft_mode: DraftMode = DraftMode.HISTORY
+    """Where drafts may come from."""
 
     @classmethod
     def parse(cls, headers: Mapping[str, str], extra_args: Mapping[str, Any]) -> RolloutFields:
@@ -96,15 +98,36 @@ def _text(value: Any) -> str:
     return value
 
 
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _header_text(value: str) -> str:
+    """Return the text of a header, which Starlette decodes as Latin-1, but most clients encode in UTF-8."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
+
+
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "problem": ("problem_id", _text, "a text that is not empty"),
     "trajectory": ("trajectory_id", _text, "a text that is not empty"),
-    "turn": ("turn", int, "an integer"),
+    "turn": ("turn", _integer, "an integer"),
     "purpose": ("purpose", Purpose, f"one of {', '.join(Purpose)}"),
-    "step": ("step", int, "an integer"),
-    "priority": ("priority", int, "an integer"),
-    "weight_version": ("weight_version", int, "an integer"),
-    "deadline_seconds": ("deadline_seconds", float, "a number"),
+    "step": ("step", _integer, "an integer"),
+    "priority": ("priority", _integer, "an integer"),
+    "weight_version": ("weight_version", _integer, "an integer"),
+    "deadline_seconds": ("deadline_seconds", _number, "a number"),
+    "drafts": ("draft_mode", DraftMode, f"one of {', '.join(DraftMode)}"),
 }
 """Name in a request → field of :class:`RolloutFields`, what reads its value, and what the value must be."""
 
@@ -170,7 +193,7 @@ class RequestContextMiddleware:
             idempotency_key=headers.get(IDEMPOTENCY_HEADER, "").strip(),
             traceparent=parse_traceparent(headers.get("traceparent", "")),
             headers={
-                name.removeprefix(_HEADER_PREFIX): value
+                name.removeprefix(_HEADER_PREFIX): _header_text(value)
                 for name, value in headers.items()
                 if name.startswith(_HEADER_PREFIX)
             },

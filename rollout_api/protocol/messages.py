@@ -353,15 +353,24 @@ class RolloutRequest(_Message):
     def with_defaults(self, defaults: Sampling) -> Self:
         """Return this request with the job's *defaults* for all sampling settings that it does not set.
 
+        The job's seed results in a seed of its own for each request. A request that sets its seed keeps it.
+
         Raises:
             ValueError: the combined settings contradict each other.
         """
         own = self.sampling.model_dump(include=self.sampling.model_fields_set)
+        if "seed" not in own and defaults.seed is not None:
+            own["seed"] = derived_seed(defaults.seed, self.request_id)
         return self.model_copy(update={"sampling": Sampling.model_validate(defaults.model_dump() | own)})
 
     def rollout_id(self, sample: int) -> RolloutId:
         """Return the id of one of this request's rollouts."""
         return RolloutId(self.job_uid, self.request_id, sample, self.turn)
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """Return the seed of a random stream with this name, which differs from those of other names; 31 bits."""
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little") >> 1
 
 
 def _decode_base64(data: Any) -> Any:

@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
+from rollout_api.protocol.messages import (
+    DraftMode,
+    FinishReason,
+    Partial,
+    RolloutRequest,
+    RoutedExperts,
+    problem_id_of,
+)
 from rollout_store.job.admission_rules import AdmissionError, check_admission
 from rollout_store.job.canary import CANARY_TOKENS, canary_sample
 from rollout_store.job.engines import EngineError
@@ -242,9 +249,10 @@ class ResponseGenerator:
         self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int, *, interval: int
     ) -> Any:
         settings = self._draft_settings(request, sample, call_id, prefix_tokens)
-        # The stream's name does not contain the job's uid, so that another job with the same manifest and seed has the
-        # same results.
-        stream_name = f"{request.request_id}/{sample}"
+        # Neither the job nor the request is part of the name, so that a repeated call has the same tokens.
+        stream_name = ""
+        if request.sampling.seed is not None:
+            stream_name = f"{problem_id_of(request.prompt_token_ids)}/{sample}"
         try:
             return vllm_sampling_params(
                 request.sampling,

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
 
 from rollout_api.manifest.spec import MAX_KEPT_TOP_K, Sampling
+from rollout_api.protocol.messages import derived_seed
 from rollout_worker.engine.draft_settings import DraftSettings
 
 _MIN_TIED = 16
@@ -37,8 +37,8 @@ def vllm_sampling_params(
 ) -> Any:
     """Return ``vllm.SamplingParams`` for one response.
 
-    In a job with a seed, each response has its own random stream, derived from the seed and *stream_name*. The samples
-    of a group therefore differ, and a repeated response has the same tokens.
+    With a seed, each response has a random stream of its own, derived from the seed and *stream_name*. The samples of a
+    group therefore differ, and a repeated response has the same tokens.
 
     Args:
         sampling: the request's settings.
@@ -78,7 +78,7 @@ def vllm_sampling_params(
         prompt_logprobs=(
             sampling.top_prompt_logprobs if sampling.returns_prompt_logprobs and not prefix_tokens else None
         ),
-        seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
+        seed=None if sampling.seed is None else derived_seed(sampling.seed, f"{stream_name}/{prefix_tokens}"),
         # Only stop strings require the text of the response.
         detokenize=bool(stop),
         extra_args=draft_settings.as_extra_args() if draft_settings else None,
@@ -86,14 +86,6 @@ def vllm_sampling_params(
         # vLLM holds tokens back in the frontend process, which receives them after each step.
         stream_interval=interval or None,
     )
-
-
-def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int | None:
-    if seed is None:
-        return None
-    name = f"{seed}/{stream_name}/{prefix_tokens}" if prefix_tokens else f"{seed}/{stream_name}"
-    digest = blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def end_token_ids(params: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import FinishReason, RolloutRequest
+from rollout_api.protocol.messages import DraftMode, FinishReason, RolloutRequest
 from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
@@ -188,23 +188,41 @@ def test_the_most_likely_tokens_are_exact_when_drafts_are_accepted(
         check_likely_tokens(reference, PROMPT, result.tokens, sampling)
 
 
-def test_a_seeded_group_is_reproducible_in_another_job_and_its_samples_differ(drafting_engine: EngineHarness) -> None:
+def test_a_seed_has_the_same_tokens_in_any_request_and_order_of_arrival(drafting_engine: EngineHarness) -> None:
     """Nothing is drafted, because drafts determine how the numbers of a random stream are used."""
 
-    def group(uid: str, seed: int) -> list[list[int]]:
-        request = RolloutRequest(
-            job_uid=uid,
-            request_id="r",
-            problem_id="never-seen",
-            prompt_token_ids=PROMPT,
-            sampling=Sampling(n=6, seed=seed, max_tokens=30),
-            draft_budget=0,
-        )
-        return tokens_of(drafting_engine.generate([request]))
+    def step(uid: str, seed: int, numbers: Iterable[int]) -> dict[int, list[list[int]]]:
+        requests = [
+            RolloutRequest(
+                job_uid=uid,
+                request_id=f"{uid}-{number}",
+                problem_id="never-seen",
+                prompt_token_ids=PROMPTS[number],
+                sampling=Sampling(n=3, seed=seed, max_tokens=30),
+                draft_mode=DraftMode.OFF,
+            )
+            for number in numbers
+        ]
+        tokens = tokens_of(drafting_engine.generate(requests))
+        return {number: tokens[3 * index : 3 * index + 3] for index, number in enumerate(numbers)}
 
-    assert group("a", 5) == group("b", 5)
-    assert group("a", 5) != group("a", 6)
-    assert len({tuple(tokens) for tokens in group("a", 5)}) == 6
+    first = step("a", 5, range(6))
+    assert first == step("b", 5, [3, 1, 5, 0, 4, 2])
+    assert first[2] == step("c", 5, [2])[2]
+    assert first != step("a", 6, range(6))
+    assert 18 == len({tuple(tokens) for group in first.values() for tokens in group})
+
+
+def test_the_seed_of_a_job_has_other_tokens_in_each_request() -> None:
+    defaults = Sampling(seed=5)
+    requests = [
+        RolloutRequest(job_uid="a", request_id=name, prompt_token_ids=[1]).with_defaults(defaults) for name in "abab"
+    ]
+    seeds = [request.sampling.seed for request in requests]
+    assert (2, seeds[:2]) == (len(set(seeds)), seeds[2:])
+    assert seeds == [request.with_defaults(defaults).sampling.seed for request in requests]
+    own = RolloutRequest(job_uid="a", request_id="a", prompt_token_ids=[1], sampling=Sampling(seed=7))
+    assert 7 == own.with_defaults(defaults).sampling.seed
 
 
 def test_a_seed_has_the_same_tokens_if_its_prompt_is_read_in_several_steps(drafting_engine: EngineHarness) -> None:

@@ -283,6 +283,8 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
         ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs", "max allowed: 20"),
         ({"extra_headers": {"X-Rollout-Step": "x"}}, "X-Rollout-Step", "'x' is not an integer"),
         ({"extra_headers": {"X-Rollout-Probelm": "x"}}, "X-Rollout-Probelm", "known are problem"),
+        ({"extra_body": {"vllm_xargs": {"rollout_step": 1.5}}}, "vllm_xargs.rollout_step", "1.5 is not an integer"),
+        ({"extra_headers": {"X-Rollout-Drafts": "no"}}, "X-Rollout-Drafts", "one of history, own_text, off"),
         ({"max_tokens": 300}, "max_tokens", "300"),
         ({"temperature": -1}, "temperature", "non-negative"),
     ],
@@ -294,6 +296,48 @@ def test_what_the_job_cannot_do_is_an_error_that_names_the_field(
         openai.completions.create(model=MODEL_NAME, prompt="one", **settings)
     assert parameter in (error.value.param or "") or parameter in str(error.value)
     assert [] == job.requests()
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "place"),
+    [
+        ("/v1/completions", {"stop": ["a", "%"]}, "stop[1]"),
+        ("/v1/completions", {"vllm_xargs": {"rollout_problem": "%"}}, "vllm_xargs.rollout_problem"),
+        ("/v1/completions", {"vllm_xargs": {"rollout_trajectory": "%"}}, "vllm_xargs.rollout_trajectory"),
+        ("/v1/completions", {"prompt": "%"}, "prompt"),
+        ("/v1/completions", {"vllm_xargs": {"%": 1}}, "vllm_xargs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "%"}]}, "messages[0].content"),
+        ("/inference/v1/generate", {"sampling_params": {"stop": ["%"]}}, "sampling_params.stop[0]"),
+        ("/generate", {"text": "%"}, "text"),
+        ("/tokenize", {"prompt": "%"}, "prompt"),
+    ],
+)
+def test_a_text_that_is_not_unicode_is_refused_by_its_field(
+    server: str, job: ServedJob, path: str, field: dict[str, Any], place: str
+) -> None:
+    whole = {"model": MODEL_NAME, "prompt": "\U0001f600", "messages": MESSAGES, "token_ids": [1], **field}
+    body = json.dumps(whole).replace("%", "\\ud83d")
+    reply = httpx.post(f"{server}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=30)
+    assert 400 == reply.status_code, reply.text
+    assert reply.json()["error"]["message"].startswith(f"{place}: the text has an unpaired surrogate")
+    assert [] == job.requests()
+
+
+def test_a_header_in_utf_8_names_the_same_problem_as_the_body(server: str, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+    body = {"model": MODEL_NAME, "prompt": "one"}
+    settings: list[dict[str, Any]] = [
+        {"json": body, "headers": {b"X-Rollout-Problem": "日本".encode()}},
+        {"json": {**body, "vllm_xargs": {"rollout_problem": "日本"}}},
+        {"json": body, "headers": {b"X-Rollout-Problem": "é".encode("latin-1")}},
+    ]
+    with httpx.Client(base_url=server, timeout=30) as client:
+        for one in settings:
+            reply = while_calling(
+                lambda one=one: client.post("/v1/completions", **one), answering(job, "x", found=found)
+            )
+            assert 200 == reply.status_code, reply.text
+    assert ["日本", "日本", "é"] == [request.problem_id for request in found]
 
 
 def test_a_stream_that_is_refused_has_the_status_of_the_error(openai: OpenAI, job: ServedJob) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,7 @@ async def build_app(
         app: FastAPI = build_vllm_app(args, tasks, model_config)
     os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
+    _refuse_full_prompts()
     app.state.request_client = client
     ConversationChat.adopt(app.state.openai_serving_chat, engine.conversations)
     sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
@@ -123,6 +125,28 @@ async def build_app(
         if getattr(serving, "override_max_tokens", None) is not None:
             serving.override_max_tokens = None
     return app
+
+
+def _refuse_full_prompts() -> None:
+    """Let vLLM's server say that a prompt leaves no room for a response, where it would refuse 0 as ``max_tokens``."""
+    from vllm.entrypoints.serve.utils import api_utils
+    from vllm.exceptions import VLLMValidationError
+
+    original = api_utils.get_max_tokens
+
+    def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        if input_length == max_model_len and kwargs.get("truncate_prompt_tokens") is None:
+            raise VLLMValidationError(
+                f"the prompt has {input_length} tokens, as many as the job's engine.maxModelLen, so that no token can "
+                "be sampled; shorten the prompt",
+                parameter="prompt",
+            )
+        return int(original(max_model_len, max_tokens, input_length, *args, **kwargs))
+
+    for name, module in list(sys.modules.items()):
+        is_user = name.startswith("vllm.entrypoints.") and module is not api_utils
+        if is_user and getattr(module, "get_max_tokens", None) is original:
+            module.get_max_tokens = get_max_tokens  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -340,6 +340,38 @@ def test_a_header_in_utf_8_names_the_same_problem_as_the_body(server: str, job: 
     assert ["日本", "日本", "é"] == [request.problem_id for request in found]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5] * 256}),
+        ("/v1/completions", {"prompt": [5] * 256, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "%" * 240}]}),
+        ("/inference/v1/generate", {"token_ids": [5] * 256, "sampling_params": {}}),
+        ("/generate", {"input_ids": [5] * 256, "sampling_params": {"max_new_tokens": 1}}),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(
+    server: str, job: ServedJob, path: str, body: dict[str, Any]
+) -> None:
+    if path != "/generate":
+        body = {"model": MODEL_NAME, **body}
+    if "messages" in body:
+        excess = len(job.tokens(chat_text(body["messages"]))) - 256
+        body = {**body, "messages": [{"role": "user", "content": "%" * (240 - excess)}]}
+    reply = httpx.post(f"{server}{path}", json=body, timeout=30)
+    assert 400 == reply.status_code
+    assert "256" in reply.json()["error"]["message"]
+    assert "maxModelLen" in reply.json()["error"]["message"]
+    assert [] == job.requests()
+
+
+def chat_text(messages: list[dict[str, str]]) -> str:
+    """Return what the template of the model renders."""
+    return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages) + (
+        "<|im_start|>assistant\n"
+    )
+
+
 def test_a_stream_that_is_refused_has_the_status_of_the_error(openai: OpenAI, job: ServedJob) -> None:
     settings: dict[str, Any] = {"stream": True, "extra_headers": {"X-Rollout-Step": "x"}}
     with pytest.raises(openai_package.BadRequestError, match="'x' is not an integer") as error:

@@ -30,6 +30,8 @@ from rollout_server.job_engine import JobEngine
 
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
+_SLEEP_LEVELS = {1: PauseMode.SLEEP, 2: PauseMode.DEEP_SLEEP}
+"""vLLM's level of sleep → how a job is paused."""
 _ENGINE_TIMEOUT_S = 240.0
 """Seconds that a trainer that asks for the number of processes waits for the first engine."""
 _JOIN_TIMEOUT_S = 300.0
@@ -95,6 +97,9 @@ class TrainerApi:
         router.add_api_route("/pause", self.pause, methods=["POST"])
         router.add_api_route("/resume", self.resume, methods=["POST"])
         router.add_api_route("/is_paused", self.is_paused, methods=["GET"])
+        router.add_api_route("/sleep", self.sleep, methods=["POST"])
+        router.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+        router.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
         router.add_api_route("/get_world_size", self.get_world_size, methods=["GET"])
         router.add_api_route("/weight_info", self.weight_info, methods=["GET"])
         router.add_api_route("/init_weight_transfer_engine", self.init_weight_transfer_engine, methods=["POST"])
@@ -154,6 +159,29 @@ class TrainerApi:
         """Return whether the job is paused."""
         with http_errors():
             return {"is_paused": await self._client.pauser.mode() is not None}
+
+    async def sleep(
+        self,
+        level: Annotated[int, Query(ge=0, le=2)] = 1,
+        mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort",
+    ) -> Response:
+        """Pause all engines of the job as :meth:`pause` does, and let them free the memory of their GPUs."""
+        await self.pause(mode)
+        if level:
+            with http_errors():
+                await self._client.pauser.pause(_SLEEP_LEVELS[level], _PAUSE_TIMEOUT_S)
+        return JSONResponse({"status": "sleeping", "level": level})
+
+    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Let all engines of the job claim all of their memory, whatever the tags are, and sample again."""
+        await self.resume()
+        return JSONResponse({"status": "awake", "tags": tags})
+
+    async def is_sleeping(self) -> dict[str, bool]:
+        """Return whether the job sleeps."""
+        with http_errors():
+            mode = await self._client.pauser.mode()
+        return {"is_sleeping": mode is not None and mode.sleep_level > 0}
 
     async def get_world_size(self) -> dict[str, int]:
         """Return the number of worker processes of all engines, once there is one.

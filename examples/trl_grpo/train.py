@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=Path, help="directory shared with the job, for weights that cannot be sent from memory"
     )
+    parser.add_argument("--sleep", action="store_true", help="let the engines sleep between generations")
     parser.add_argument("--output", type=Path, default=Path("trl-grpo"), help="directory for logs, as JSON lines")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,6 +82,7 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=str(args.output / "trainer"),
         max_steps=args.steps,
+        vllm_enable_sleep_mode=args.sleep,
         per_device_train_batch_size=72 // processes,  # 9 problems per step; a group may be divided among processes
         num_generations=8,
         max_completion_length=160,

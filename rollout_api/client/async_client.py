@@ -420,7 +420,7 @@ class AsyncRolloutClient(JobConnection):
 
         Args:
             mode: ``keep``: running rollouts stop after their current token, and continue later; ``wait``: they finish
-                first, and queued ones start later.
+                first, and queued ones start later. :meth:`sleep` also frees memory.
             timeout: seconds to wait until all engines are paused.
 
         Raises:
@@ -439,6 +439,30 @@ class AsyncRolloutClient(JobConnection):
             PauseError: some engines are still paused; they resume as soon as they can.
         """
         await self._connected.pauser.resume(timeout)
+
+    async def sleep(self, level: int = 1, *, timeout: float = 600.0) -> None:
+        """Pause sampling as :meth:`pause` does, and free the memory of the engines' GPUs, for example for the trainer.
+
+        Running rollouts continue after :meth:`wake`, and their keys and values are computed again. Weights can only be
+        published after it. Engines need ``spec.engine.extraArgs: {enable_sleep_mode: true}``.
+
+        Args:
+            level: 1 keeps the weights in main memory. 2 does not; engines read them again when they wake. Engines whose
+                weights came from a trainer's memory sleep at level 1.
+            timeout: seconds to wait until all engines sleep.
+
+        Raises:
+            InvalidRequestError: the level is neither 1 nor 2.
+            PauseError: some engines cannot sleep, or do not sleep yet; the latter do so as soon as they can.
+        """
+        modes = {1: PauseMode.SLEEP, 2: PauseMode.DEEP_SLEEP}
+        if level not in modes:
+            raise InvalidRequestError(f"level {level}: vLLM has the levels 1 and 2 of sleep")
+        await self._connected.pauser.pause(modes[level], timeout)
+
+    async def wake(self, *, timeout: float = 600.0) -> None:
+        """Let the engines claim their memory and sample again; see :meth:`resume`."""
+        await self.resume(timeout=timeout)
 
     async def weight_version(self, *, timeout: float = 600.0) -> int:
         """Return the newest weight version that was published to the job; 0 is the model that it started with.

@@ -128,6 +128,8 @@ class JobPauser:
     async def _change(self, mode: PauseMode | None, timeout: float) -> None:
         """Pause the job, or resume it if *mode* is None, and wait for the engines."""
         what = "resumed" if mode is None else "paused"
+        if mode is not None and mode.sleep_level:
+            await self._require_sleep_mode()
         message = encode(Resume() if mode is None else Pause(mode=mode))
         deadline, num_sent = time.monotonic() + timeout, 0
         entry_id = ""
@@ -153,6 +155,14 @@ class JobPauser:
             if time.monotonic() > deadline:
                 raise PauseError(f"the job is not {what} after {timeout:.0f} s: {_reason(is_processed, waiting)}")
             await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _require_sleep_mode(self) -> None:
+        engines = await self._channel.engine_reports()
+        if unable := sorted(engine for engine, report in engines.items() if not report.get("can_sleep")):
+            raise PauseError(
+                f"{', '.join(unable[:_MAX_LISTED_ENGINES])} cannot sleep; set spec.engine.extraArgs: "
+                "{enable_sleep_mode: true}, or pause the job, whose engines then keep their memory"
+            )
 
 
 def _reason(is_processed: bool, waiting: list[str]) -> str:

@@ -361,6 +361,8 @@ class RolloutClient:
     finish_weight_update = _synchronous(AsyncRolloutClient.finish_weight_update)
     pause = _synchronous(AsyncRolloutClient.pause)
     resume = _synchronous(AsyncRolloutClient.resume)
+    sleep = _synchronous(AsyncRolloutClient.sleep)
+    wake = _synchronous(AsyncRolloutClient.wake)
     weight_version = _synchronous(AsyncRolloutClient.weight_version)
     report_rewards = _synchronous(AsyncRolloutClient.report_rewards)
     length_stats = _synchronous(AsyncRolloutClient.length_stats)

@@ -106,12 +106,15 @@ class WeightPublisher:
 
         Raises:
             InvalidRequestError: the version cannot be published.
+            WeightsError: the engines sleep.
         """
         if version < 1:
             raise InvalidRequestError(
                 f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
             )
         engines = await self._channel.engine_reports()
+        if any(report.get("paused", "").endswith("sleep") for report in engines.values()):
+            raise WeightsError("the engines sleep and have no memory for weights; wake the job first (client.wake())")
         newest = max((report["version"] for report in engines.values()), default=0)
         if version < newest:
             raise InvalidRequestError(

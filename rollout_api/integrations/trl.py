@@ -93,6 +93,9 @@ class JobRollouts:
         """
         _check(trainer)
         token_ids = _tokenize(prompts, trainer)
+        sleeps = trainer.args.vllm_enable_sleep_mode and trainer.accelerator.is_main_process
+        if sleeps:
+            self._client.wake()
         self._sync(trainer)
         self._call = max(self._call + 1, trainer.state.global_step)
         purpose = Purpose.TRAIN if trainer.model.training else Purpose.EVAL
@@ -104,6 +107,8 @@ class JobRollouts:
             sampled = self._responses(token_ids, purpose, sampling)
         output = _output(token_ids, sampled, trainer)
         self._metrics = _metrics_of_all_processes(sampled, self._version)
+        if sleeps:  # all processes have their rollouts
+            self._client.sleep()
         if trainer.vllm_importance_sampling_correction:
             _enable_correction(trainer)
         return output

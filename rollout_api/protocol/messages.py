@@ -108,6 +108,16 @@ class PauseMode(StrEnum):
     """They stop after their current token, and continue when the job is resumed."""
     WAIT = "wait"
     """They finish first. Queued ones start when the job is resumed."""
+    SLEEP = "sleep"
+    """As with ``keep``, and the engines free the memory of their GPUs: vLLM's sleep at level 1, which keeps the weights
+    in main memory."""
+    DEEP_SLEEP = "deep-sleep"
+    """As with ``sleep``, but the engines read their weights again when the job is resumed: vLLM's sleep at level 2."""
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of vLLM's sleep; 0 if the engines keep their memory."""
+        return {PauseMode.SLEEP: 1, PauseMode.DEEP_SLEEP: 2}.get(self, 0)
 
 
 class RolloutId(NamedTuple):

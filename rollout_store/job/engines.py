@@ -71,6 +71,8 @@ class EngineReport:
     """Version of weights from a trainer's memory that the engine should have but has not received."""
     paused: str = ""
     """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
+    can_sleep: bool = False
+    """Whether the engine can free the memory of its GPUs while it is paused."""
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
     labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)

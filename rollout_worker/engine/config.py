@@ -90,6 +90,11 @@ class EngineConfig:
         return bool((self.spec.extra_args | self.overrides).get("enable_return_routed_experts"))
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether the engine can free the memory of its GPUs, if it has any."""
+        return self.cpu or bool((self.spec.extra_args | self.overrides).get("enable_sleep_mode"))
+
+    @property
     def ranks(self) -> int:
         """Number of the engine's worker processes."""
         return self.spec.gpus
@@ -167,7 +172,10 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             "master_addr": config.node.address,
             "master_port": config.node.port,
         }
-    return settings | spec.extra_args | config.overrides
+    settings |= spec.extra_args | config.overrides
+    if config.cpu:
+        settings.pop("enable_sleep_mode", None)  # vLLM refuses it, although its CPU workers ignore sleep
+    return settings
 
 
 def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int:

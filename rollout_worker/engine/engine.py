@@ -230,6 +230,27 @@ class Engine:
         """
         await self._pause.release()
 
+    async def sleep(self, level: int) -> None:
+        """Decode nothing and hold no memory of GPUs until :meth:`wake` is called. Weights wait to be loaded until then.
+
+        Does nothing if the engine sleeps. On CPUs, the engine keeps its memory.
+
+        Args:
+            level: vLLM's level: 1 keeps the weights in main memory; 2 does not, and they are read again.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        await self._loader.sleep(level)
+
+    async def wake(self) -> None:
+        """Claim the memory again, and decode. Does nothing if the engine does not sleep.
+
+        Raises:
+            EngineError: if the engine has died, or cannot read its weights again, which ends it.
+        """
+        await self._loader.wake()
+
     async def load_weights(self, directory: Path, weight_version: int, mode: UpdateMode = UpdateMode.DRAIN) -> float:
         """Replace the weights. An update that has started is not cancelled; if it fails, the previous weights stay.
 

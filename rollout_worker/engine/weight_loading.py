@@ -168,12 +168,52 @@ class WeightLoader:
         self._loading = asyncio.Lock()
         self._directory: Path | None = config.model
         """Directory of the current weights; None if they came from a trainer's memory."""
+        self._falling_asleep = asyncio.Lock()
+        self._sleep_level = 0
+        """vLLM's level of sleep, in which nothing can be loaded; 0 if the engine is awake."""
 
     @property
     def weight_version(self) -> int:
         """The version that samples new responses."""
         adapter = self._adapters.current
         return self._weight_versions.version if adapter is None else adapter.version
+
+    async def sleep(self, level: int) -> None:
+        """See :meth:`Engine.sleep`."""
+        await asyncio.shield(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
+        async with self._falling_asleep:
+            if self._sleep_level:
+                return
+            await self._loading.acquire()  # until the engine wakes
+            try:
+                level = level if self._directory is not None else 1  # nobody has other weights
+                with translate_errors("falling asleep"):
+                    await self._client.call(self._client.llm.sleep(level, mode="keep"))
+            except BaseException:
+                self._loading.release()
+                raise
+            self._sleep_level = level
+
+    async def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        await asyncio.shield(self._wake())
+
+    async def _wake(self) -> None:
+        async with self._falling_asleep:
+            if not self._sleep_level:
+                return
+            try:
+                if self._sleep_level > 1:
+                    with translate_errors("waking up"):
+                        await self._client.call(self._client.llm.wake_up(["weights"]))
+                    await self._restore(EngineError("the engine has slept"))
+                with translate_errors("waking up"):
+                    await self._client.call(self._client.llm.wake_up())
+            finally:
+                self._sleep_level = 0
+                self._loading.release()
 
     async def load_checkpoint(self, directory: Path, version: int, mode: UpdateMode) -> float:
         """See :meth:`Engine.load_weights`."""

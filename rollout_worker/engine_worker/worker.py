@@ -66,12 +66,17 @@ class PauseUpdater:
                 await cancel_and_wait(applying, requested)
 
     async def _apply(self, mode: PauseMode | None) -> None:
-        if mode is None:
-            await self._engine.resume()
-            logger.info("The engine is resumed.")
+        if mode is not None and mode.sleep_level:
+            await self._engine.sleep(mode.sleep_level)
+            logger.info("The engine sleeps.")
         else:
-            await self._engine.pause(finish_running=mode is PauseMode.WAIT)
-            logger.info("The engine is paused.")
+            await self._engine.wake()
+            if mode is None:
+                await self._engine.resume()
+                logger.info("The engine is resumed.")
+            else:
+                await self._engine.pause(finish_running=mode is PauseMode.WAIT)
+                logger.info("The engine is paused.")
         self._lease.report.paused = mode or ""
         await self._lease.renew()
 
@@ -164,6 +169,7 @@ class EngineWorker:
         )
         report.full_version, report.ranks = engine.full_weight_version, engine.config.ranks
         report.transfer_backend = engine.config.weight_transfer
+        report.can_sleep = engine.config.can_sleep
         self.speculation_cut_off = False
         """Whether the worker has ended so that an engine without speculation can take its place."""
         self._engine, self._job_store = engine, job_store

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollout_api import AsyncRolloutClient, AsyncStep, FinishReason, PauseError, PauseMode, Rollout
+from rollout_api import AsyncRolloutClient, AsyncStep, FinishReason, PauseError, PauseMode, Rollout, WeightsError
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.engine import Engine
 from tests.support.in_process_job import LiveJob
@@ -38,6 +38,30 @@ async def sampling(running: LiveJob, client: AsyncRolloutClient, num_prompts: in
     async with client.step(1, prompts(num_prompts, sampling=LONG)) as step:
         await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
         yield step
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_sleep_and_continue_with_their_weights_after_they_wake(job_harness: JobHarness, level: int) -> None:
+    """On CPUs, engines keep their memory, but read their weights again after level 2."""
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await client.publish_weights(1, job_harness.models / "1")
+        async with sampling(running, client, 5) as step:
+            await client.sleep(level)
+            await assert_nothing_is_sampled(job_harness.engines)
+            await client.sleep(level)  # has no effect
+            with pytest.raises(WeightsError, match="the engines sleep"):
+                await client.publish_weights(2, job_harness.models / "2")
+            await client.pause()  # engines wake
+            await client.publish_weights(2, job_harness.models / "2")
+            await client.sleep(level)
+            await client.wake()
+            rollouts = [rollout async for rollout in step]
+        assert_delivered_once(running, rollouts, 20)
+        assert {480} == {rollout.num_tokens for rollout in rollouts}
+        assert {1, 2} == {span.weight_version for rollout in rollouts for span in rollout.weight_spans}
+
+    job_harness.run(scenario)
 
 
 @pytest.mark.parametrize("with_new_weights", [False, True])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from rollout_api import Pause, Resume, WeightsKind, WeightUpdate, decode, encode
+from rollout_api import Pause, PauseMode, Resume, WeightsKind, WeightUpdate, decode, encode
 from rollout_api.protocol.messages import InitWeightTransfer, Message, TransferStep, WeightTransfer
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
@@ -52,6 +52,39 @@ def test_pausing_and_resuming_wait_for_the_engines(server: str, job: ServedJob) 
     assert httpx.get(f"{server}/is_paused").json()["is_paused"]
     assert {"status": "resumed"} == while_calling(lambda: post(f"{server}/resume"), follow_back).json()
     assert not httpx.get(f"{server}/is_paused").json()["is_paused"]
+
+
+@pytest.mark.parametrize(("level", "mode"), [(1, PauseMode.SLEEP), (2, PauseMode.DEEP_SLEEP)])
+def test_a_job_sleeps_and_wakes_as_vllms_server_does(server: str, job: ServedJob, level: int, mode: PauseMode) -> None:
+    def follow(message: Message, **report: Any) -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        assert [message] == job.control_messages()
+        job.serve_once()
+        job.report_engine("a", version=0, can_sleep=True, **report)
+
+    def fall_asleep() -> None:
+        follow(Pause(), paused="keep")
+        follow(Pause(mode=mode), paused=mode)
+
+    job.report_engine("a", version=0, can_sleep=True)
+    assert not httpx.get(f"{server}/is_sleeping").json()["is_sleeping"]
+    slept = while_calling(lambda: post(f"{server}/sleep", level=str(level), mode="keep"), fall_asleep)
+    assert {"status": "sleeping", "level": level} == slept.json()
+    assert httpx.get(f"{server}/is_sleeping").json()["is_sleeping"]
+    woken = while_calling(lambda: post(f"{server}/wake_up", tags="weights"), lambda: follow(Resume()))
+    assert {"status": "awake", "tags": ["weights"]} == woken.json()
+    assert not httpx.get(f"{server}/is_sleeping").json()["is_sleeping"]
+
+
+def test_engines_that_cannot_sleep_are_named(server: str, job: ServedJob) -> None:
+    def follow() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        job.serve_once()
+        job.report_engine("a", version=0, paused="keep")
+
+    job.report_engine("a", version=0)
+    reply = while_calling(lambda: post(f"{server}/sleep", mode="keep"), follow)
+    assert "a cannot sleep; set spec.engine.extraArgs: {enable_sleep_mode: true}" in reply.json()["error"]["message"]
 
 
 def test_pausing_may_end_the_requests_in_progress(server: str, job: ServedJob) -> None:

@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_store.models.model_source import default_cache
 from rollout_tools.tiny_model import ensure
 
@@ -35,13 +39,14 @@ class Training:
     """What the trainer's processes have printed."""
 
 
-def train(directory: Path, redis_server: str, steps: int, weights: Path | None = None) -> Training:
+def train(directory: Path, redis_server: str, steps: int, *options: str, weights: Path | None = None) -> Training:
     """Run a job and a trainer.
 
     Args:
         directory: directory for what they write.
         redis_server: URL of Redis.
         steps: number of training steps.
+        options: further options of the example.
         weights: directory for weights; None to send them from memory.
     """
     model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
@@ -54,7 +59,8 @@ def train(directory: Path, redis_server: str, steps: int, weights: Path | None =
     serve += ["--redis", redis_server, "--state-dir", str(directory / "state")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(steps)]
-    command += ["--output", str(directory / "lines")] + (["--weights", str(weights)] if weights is not None else [])
+    command += ["--output", str(directory / "lines"), *options]
+    command += ["--weights", str(weights)] if weights is not None else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     job_log, train_log = directory / "job.log", directory / "train.log"
     with job_log.open("w") as job_output, train_log.open("w") as train_output:
@@ -135,8 +141,32 @@ def test_closing_the_job_ends_it(training: Training) -> None:
 
 @pytest.mark.timeout(900)
 def test_weights_go_through_files_if_the_job_takes_none_from_memory(redis_server: str, tmp_path: Path) -> None:
-    training = train(tmp_path, redis_server, 2, tmp_path / "weights")
+    training = train(tmp_path, redis_server, 2, weights=tmp_path / "weights")
     assert {1, 2} == {version for line in training.rollouts for version in line["versions"]}
     assert ["version-000001", "version-000002"] == sorted(path.name for path in (tmp_path / "weights").iterdir())
     reason = f"published through files in {tmp_path / 'weights'}: spec.weights.transfer of the job is none"
     assert 1 == training.output.count(reason)
+
+
+@pytest.mark.timeout(900)
+def test_engines_sleep_between_generations(redis_server: str, tmp_path: Path) -> None:
+    seen: list[bytes | None] = []
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        client = redis.Redis.from_url(redis_server)
+        while not has_ended.wait(0.05):
+            uid = client.get(job_uid_key("default/trl-grpo"))
+            pause = client.hget(MessageKeys(uid.decode()).job, "pause") if uid else None
+            if not seen or pause != seen[-1]:
+                seen.append(pause)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            training = train(tmp_path, redis_server, 2, "--sleep")
+        finally:
+            has_ended.set()
+        watching.result()
+    assert {1, 2} == {version for line in training.rollouts for version in line["versions"]}
+    assert 2 == seen.count(b"sleep")

@@ -30,6 +30,7 @@ configure_ray()  # before a test module imports Ray
 ROOT = Path(__file__).parents[1]
 ENGINE_FIXTURES = frozenset({"drafting_engine", "engines", "job_harness", "plain_engine"})
 """Fixtures with vLLM engines that several files share. Files that use them run in one process per folder."""
+USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 CONTROL_PLANES = ("complete_cluster", "current_cluster")
 """Tests of tests/cluster/virtual_nodes run on one or both of these, which are in the ids of the tests."""
 
@@ -55,8 +56,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use shared engines, and begin with what takes longest."""
+    """Mark the tests that use shared engines, and those for every night, and begin with what takes longest."""
     for item in items:
+        if not USES_V2 and item.get_closest_marker("v2") and item.get_closest_marker("slow"):
+            item.add_marker("nightly")  # make test-v2 runs it with the model runner that GPUs have
         if ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
     # One process would otherwise be left with the longest group at the end.

@@ -48,7 +48,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_experiments_write_their_rows_and_figures(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path))

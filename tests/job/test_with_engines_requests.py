@@ -294,7 +294,7 @@ def test_groups_of_sixty_four_are_whole(job_harness: JobHarness) -> None:
     job_harness.run(scenario)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_thousand_short_requests_are_all_answered(job_harness: JobHarness) -> None:
     job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
 

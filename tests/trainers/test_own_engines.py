@@ -164,6 +164,7 @@ def test_trl_trains_with_vllm_serve(tmp_path: Path, history: str) -> None:
     check_training(training, rollouts_in(history))
 
 
+@pytest.mark.nightly
 def test_the_responses_of_verls_hybrid_engine_stay_the_same(tmp_path: Path, history: str) -> None:
     command = [sys.executable, "-m", "tests.support.verl_on_cpu", "--history", history]
     command += ["--output", str(tmp_path / "sampled.json")]

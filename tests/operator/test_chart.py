@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -778,6 +779,50 @@ def test_invalid_values_are_rejected(values: dict[str, Any]) -> None:
     process = helm("template", "das", str(CHART), values=values)
     assert process.returncode
     assert next(iter(values)) in process.stderr
+
+
+def paths(values: Any, path: str = "") -> list[str]:
+    """Return the paths of all values, those of sections included."""
+    if not isinstance(values, dict) or path.endswith(".resources"):
+        return [path]
+    return [path] * bool(path) + [
+        found for name, value in values.items() for found in paths(value, f"{path}.{name}".lstrip("."))
+    ]
+
+
+def with_nulls(names: Iterable[str], **values: Any) -> dict[str, Any]:
+    """Return a copy of values with null at these paths."""
+    values = copy.deepcopy(values)
+    for name in names:
+        *sections, last = name.split(".")
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+            if target is None:
+                break
+        else:
+            target[last] = None
+    return values
+
+
+def test_a_null_is_an_empty_value_or_an_error_that_names_it() -> None:
+    every_path = paths(yaml.safe_load((CHART / "values.yaml").read_text()))
+    required: list[str] = []
+    for depth in range(4):
+        nulls = [path for path in every_path if path.count(".") == depth]
+        process = helm("template", "das", str(CHART), values=with_nulls(nulls))
+        errors = re.findall(r"^- (\S+): (\w+) is required$", process.stderr, re.M)
+        required += [name if section == "(root)" else f"{section}.{name}" for section, name in errors]
+    assert {"monitoring", "redis.ca", "history.redis", "redis.adminSecret.keys"} <= set(required)
+    everything = {
+        "networkPolicies": {"egress": {"enabled": True}},
+        "monitoring": {"podMonitor": True, "alerts": True, "dashboard": True},
+        "rbac": {"aggregateRoles": True},
+        "admissionPolicy": {"restrictPodTemplates": True},
+    }
+    assert render(**with_nulls([path for path in every_path if path not in required], **everything))
+    sections = {path.rpartition(".")[0] for path in required} - {""}
+    assert sections <= set(required), "a section without which the chart cannot be rendered must be required"
 
 
 def leaves(values: Any, path: str = "") -> set[str]:

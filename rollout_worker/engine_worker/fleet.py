@@ -71,6 +71,8 @@ class Fleet:
         self._calls: dict[str, Any] = {}
         """Engine → a call of its ``state`` that has not been answered yet."""
         self._serving: set[str] = set()
+        self._dead: set[str] = set()
+        """Engines whose process has ended and does not answer again yet."""
         self._errors: dict[str, str] = {}
         self._starting: dict[str, str] = {}
         """Engine → the process that was last seen starting it."""
@@ -144,16 +146,16 @@ class Fleet:
             state: EngineState = ray.get(call)
         except ray.exceptions.ActorDiedError as died:
             # Ray restarts an actor that was killed, but not one whose constructor has failed.
-            self._serving.discard(name)
+            self._note_death(name, died)
             since = self._dead_since.setdefault(name, time.monotonic())
             if time.monotonic() - since > ACTOR_RESTART_TIMEOUT_S:
                 self._set_error(name, f"its process cannot be started: {died}")
             return
         except ray.exceptions.RayError as unavailable:
             # The process was killed. Ray restarts the actor, and its new process answers then.
-            logger.debug("Engine %s does not answer: %s", name, unavailable)
-            self._serving.discard(name)
+            self._note_death(name, unavailable)
             return
+        self._dead.discard(name)
         self._on_state(state)
         self._dead_since.pop(name, None)
         if state.engine:
@@ -164,6 +166,18 @@ class Fleet:
             del self._start_failures[name]
             self._starting.pop(name, None)
             self._set_error(name, error)
+
+    def _note_death(self, name: str, error: Exception) -> None:
+        """Log, once for each death, that an engine's process has ended."""
+        self._serving.discard(name)
+        if name not in self._dead:
+            self._dead.add(name)
+            logger.warning(
+                "The process of %s has ended, and Ray starts it again. If its log has no error, it was killed, for "
+                "example for lack of memory. (%s)",
+                name,
+                str(error).partition("\n")[0],
+            )
 
     def _start_error(self, name: str, state: EngineState) -> str:
         """Return an error if the engine's processes die again and again before they have started."""

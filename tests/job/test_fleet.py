@@ -76,7 +76,10 @@ class BrokenEngine:
 def local_ray() -> Iterator[None]:
     """Ray with room for one engine."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors' processes cannot import this module
-    start_local_ray(1)
+    with pytest.MonkeyPatch.context() as patch:
+        # Were Ray's memory monitor enabled, it would now kill every engine.
+        patch.setenv("RAY_memory_usage_threshold", "0")
+        start_local_ray(1)
     yield
     stop_local_ray()
 
@@ -123,11 +126,14 @@ def wait_for_process(fleet: Fleet, states: list[EngineState], *, other_than: int
 
 
 @pytest.mark.parametrize("fleet", [SlowEngine], indirect=True)
-def test_an_engine_that_was_killed_restarts_without_an_error(fleet: Fleet, states: list[EngineState]) -> None:
+def test_an_engine_that_was_killed_restarts_without_an_error(
+    fleet: Fleet, states: list[EngineState], caplog: pytest.LogCaptureFixture
+) -> None:
     first = wait_for_process(fleet, states)
     assert 1 == fleet.num_serving
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: fleet.run_once() or not fleet.num_serving, 30)
+    assert "The process of engine-0 has ended" in caplog.text
     assert first != wait_for_process(fleet, states, other_than=first)
     assert 1 == fleet.num_serving
 

@@ -54,6 +54,16 @@ class CrashingEngine:
         return EngineState(self._process, os.getpid(), False, "", "")
 
 
+class KilledEngine:
+    """An engine whose process is always killed before it can answer."""
+
+    def __init__(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def state(self) -> EngineState:
+        raise AssertionError
+
+
 class FailingEngine:
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
@@ -142,6 +152,15 @@ def test_an_engine_that_was_killed_restarts_without_an_error(
 def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(fleet: Fleet) -> None:
     wait_for_error(fleet, 240)
     assert "died 3 times while it started" in fleet.errors["engine-0"]
+
+
+@pytest.mark.parametrize("fleet", [KilledEngine], indirect=True)
+def test_an_engine_whose_process_never_answers_is_reported(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_module, "SILENCE_LOG_INTERVAL_S", 1.0)
+    with running(fleet):
+        wait_for(lambda: "The process of engine-0 has not answered" in caplog.text, 60)
 
 
 @pytest.mark.parametrize("fleet", [FailingEngine], indirect=True)

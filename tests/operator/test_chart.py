@@ -730,9 +730,9 @@ class BundledRedis:
             finally:
                 server.terminate()
 
-    def client(self, login: str) -> redis.Redis:
+    def client(self, login: str, host: str = "127.0.0.1") -> redis.Redis:
         """Return a client with a user name and password."""
-        return redis.Redis.from_url(f"redis://{login}@127.0.0.1:{self._port}", retry=Retry(NoBackoff(), 0))
+        return redis.Redis.from_url(f"redis://{login}@{host}:{self._port}", retry=Retry(NoBackoff(), 0))
 
 
 def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(tmp_path: Path) -> None:
@@ -746,6 +746,8 @@ def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(t
             stranger.get("history:x")
     with server.running("second") as admin, server.client("job:word") as job, server.client(":first") as former_admin:
         assert b"1" == admin.get("history:x") == job.get("history:x")
+        with server.client(":second", "[::1]") as on_ipv6:
+            assert on_ipv6.ping()
         with pytest.raises(redis.exceptions.NoPermissionError):
             job.set("history:x", 2)
         with pytest.raises(redis.AuthenticationError):

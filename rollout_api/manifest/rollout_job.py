@@ -188,8 +188,8 @@ class Metadata(ManifestModel):
 
     name: JobName
     namespace: DnsLabel = "default"
-    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
-    annotations: dict[LabelKey, str] = Field(default_factory=dict)
+    labels: dict[LabelKey, LabelValue] | None = None
+    annotations: dict[str, str] | None = None
 
 
 class RolloutJob(ManifestModel):

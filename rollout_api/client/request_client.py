@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from dataclasses import replace
 
@@ -16,9 +17,11 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.server_records import AdapterNames, IdempotencyKeys, TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.client.weight_transfer import TransferPublisher
-from rollout_api.errors import JobEndedError
+from rollout_api.errors import JobEndedError, JobNotFoundError
 from rollout_api.protocol.messages import Rollout
 from rollout_api.redis_client.client_connection import RedisTarget
+
+logger = logging.getLogger(__name__)
 
 CLIENT_NAME = "requests"
 """Name under which all these clients send requests."""
@@ -57,6 +60,35 @@ class RequestClient(JobConnection):
             InvalidRequestError: an argument cannot be used.
         """
         return cls(redis, job, uid, CLIENT_NAME, timeout, reconnect_timeout)
+
+    @classmethod
+    async def wait_for_job(
+        cls, redis: RedisTarget, job: str | None = None, *, uid: str | None = None, log_interval: float = 10.0
+    ) -> Self:
+        """Return an open client for a job, however long the job takes to appear.
+
+        If the job *job* has ended, another one with its name may follow, which is waited for.
+
+        Args:
+            redis: as for :meth:`connect`.
+            job: ``namespace/name`` of the job.
+            uid: uid of the job, instead of *job*.
+            log_interval: seconds between two messages that the client waits.
+
+        Raises:
+            JobEndedError: the job *uid* has ended.
+            InvalidRequestError, VersionMismatchError, RedisUnreachableError, RedisRefusedError: as for :meth:`connect`
+                and :meth:`open`.
+        """
+        while True:
+            try:
+                return await cls.connect(redis, job, uid=uid, timeout=log_interval).open()
+            except JobNotFoundError as error:
+                logger.warning("Waiting: %s", error)
+            except JobEndedError as error:
+                if uid is not None:
+                    raise
+                logger.warning("Waiting for the next job with this name: %s", error)
 
     def _make_session(self, channel: JobChannel, ending: JobEndedError | None) -> JobSession:
         if ending is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from difflib import get_close_matches
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,12 +17,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 DnsLabel = Annotated[
     str,
@@ -59,6 +60,7 @@ JobName = Annotated[
 QUANTITY_PATTERN = r"^([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
 """A number and its suffix, in syntax that both Python's ``re`` and the API server's RE2 accept."""
 
+_MAX_QUANTITY_LENGTH = 32
 _QUANTITY = re.compile(QUANTITY_PATTERN)
 _FACTOR = {
     "m": Decimal("0.001"),
@@ -91,29 +93,76 @@ def _require_positive(text: str) -> str:
 
 
 def _number_to_text(value: object) -> object:
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not float(value).is_integer():
+        raise ValueError(f"{value} is neither an integer nor text; write it in quotes")
+    return str(int(value))
 
 
 Quantity = Annotated[
     str,
     BeforeValidator(_number_to_text),
+    StringConstraints(max_length=_MAX_QUANTITY_LENGTH),
     AfterValidator(_require_positive),
     WithJsonSchema(
         {
             "x-kubernetes-int-or-string": True,
             "pattern": QUANTITY_PATTERN,
-            "maxLength": 32,
+            "maxLength": _MAX_QUANTITY_LENGTH,
             "x-kubernetes-validations": [
                 {"rule": "quantity(string(self)).isGreaterThan(quantity('0'))", "message": "must be more than 0"}
             ],
         }
     ),
 ]
-"""A Kubernetes resource quantity above 0, as text. A number in YAML is converted to text."""
+"""A Kubernetes resource quantity above 0, as text. An integer in YAML is converted to text."""
+
+
+def _require_integer(value: object) -> object:
+    if isinstance(value, bool | str | bytes):
+        raise PydanticKnownError("int_type")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("must be less than 2**63")
+    return value
+
+
+def _require_number(value: object) -> object:
+    if isinstance(value, bool | str | bytes):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+def _require_boolean(value: object) -> object:
+    if isinstance(value, int | float | str | bytes) and not isinstance(value, bool):
+        raise PydanticKnownError("bool_type")
+    return value
+
+
+_TYPE_CHECKS = {"int": _require_integer, "float": _require_number, "bool": _require_boolean}
+_NESTED_SCHEMAS = ("schema", "items_schema", "values_schema")
+
+
+def _with_type_checks(schema: Any, model: type[BaseModel]) -> Any:
+    """Return the core schema of a model, or of a part of it, that does not convert between types.
+
+    Keys of mappings remain as they are, because in JSON they are text. So do other models, which have their own checks.
+    """
+    schema = dict(schema)
+    if schema["type"] == "model-fields":
+        schema["fields"] = {name: _with_type_checks(field, model) for name, field in schema["fields"].items()}
+    for name in _NESTED_SCHEMAS:
+        if name in schema and schema[name].get("cls", model) is model:
+            schema[name] = _with_type_checks(schema[name], model)
+    check = _TYPE_CHECKS.get(schema["type"])
+    return schema if check is None else core_schema.no_info_before_validator_function(check, schema)
 
 
 class ManifestModel(BaseModel):
-    """Base class of all parts of a manifest: camelCase in YAML, snake_case in Python, no unknown fields."""
+    """Base class of all parts of a manifest: camelCase in YAML, snake_case in Python, no unknown fields.
+
+    Pydantic alone would accept ``true`` and ``"1"`` as the number 1, which the API server refuses.
+    """
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -123,6 +172,10 @@ class ManifestModel(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,  # descriptions in the CRD
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return cast(CoreSchema, _with_type_checks(handler(source), cls))
 
 
 def cel_rules(*rules: tuple[str, str]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from rollout_api.manifest.field_types import (
     DnsLabel,
     DnsName,
     JobName,
+    LabelKey,
+    LabelValue,
     ManifestModel,
     Text,
     cel_rules,
@@ -186,6 +188,8 @@ class Metadata(ManifestModel):
 
     name: JobName
     namespace: DnsLabel = "default"
+    labels: dict[LabelKey, LabelValue] | None = None
+    annotations: dict[str, str] | None = None
 
 
 class RolloutJob(ManifestModel):

@@ -364,6 +364,16 @@ class Engine(ManifestModel):
 _UNSUPPORTED_WITH_DRAFTS = ("min_p", "logit_bias")
 
 
+def _reject_boolean(key: object) -> object:
+    if isinstance(key, bool):
+        raise ValueError("must be a token id")
+    return key
+
+
+_TokenId = Annotated[int, BeforeValidator(_reject_boolean)]
+"""A key of a mapping, which is text in JSON."""
+
+
 MAX_TOP_LOGPROBS = 20
 """Largest number of most likely tokens per position, which is vLLM's default of ``max_logprobs``."""
 
@@ -406,7 +416,7 @@ class Sampling(ManifestModel):
     """Penalty for each earlier occurrence of a token in the response."""
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     """Divisor of the logits of tokens that occurred before."""
-    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
+    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
     """Token id → value added to its logit. Engines with speculation do not support it."""
     logprobs: bool = False
     """Return the behavior log-probability of each sampled token."""

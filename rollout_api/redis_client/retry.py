@@ -29,11 +29,15 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _SYNC_PAUSE_S = 0.2
 _LOG_INTERVAL_S = 10.0
 
-_TRANSIENT_CODES = re.compile(r"(?:.* caused error: )?(BUSY|MISCONF|NOREPLICAS) ", re.DOTALL)
-"""Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected.
-
-Errors of a pipeline begin with the command.
+_IN_PIPELINE = r"(?:.* caused error: )?"
+"""Errors of a pipeline begin with the command."""
+_TRANSIENT_CODES = re.compile(rf"{_IN_PIPELINE}(BUSY|MISCONF|NOREPLICAS|UNBLOCKED) ", re.DOTALL)
+"""Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected, or
+the server has become a replica while a command waited for data.
 """
+_IN_TRANSACTION = re.compile(rf"{_IN_PIPELINE}Transaction discarded because of: ([A-Z]+) ", re.DOTALL)
+"""Code of the error for which a transaction was refused when it was to be executed."""
+_TRANSIENT_IN_TRANSACTION = ("BUSY", "MISCONF", "NOREPLICAS", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
 
 _Result = TypeVar("_Result")
 _WINDOW_S = 1.0
@@ -52,6 +56,8 @@ def is_transient(error: redis.RedisError) -> bool:
     """
     if isinstance(error, redis.ResponseError) and _TRANSIENT_CODES.match(str(error)):
         return True
+    if isinstance(error, redis.exceptions.ExecAbortError):
+        return _refusal_of_transaction(error) in _TRANSIENT_IN_TRANSACTION
     refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
     unreachable = (
         redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError | redis.exceptions.InvalidResponse
@@ -64,7 +70,13 @@ def is_transient(error: redis.RedisError) -> bool:
 
 def is_out_of_memory(error: redis.RedisError) -> bool:
     """Return whether the server refused a write because it is full, which lasts until memory is freed or added."""
-    return isinstance(error, redis.exceptions.OutOfMemoryError)
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or _refusal_of_transaction(error) == "OOM"
+
+
+def _refusal_of_transaction(error: redis.RedisError) -> str:
+    """Return the code of the error for which the server refused to execute a transaction; empty if it did not."""
+    refusal = _IN_TRANSACTION.match(str(error)) if isinstance(error, redis.exceptions.ExecAbortError) else None
+    return "" if refusal is None else refusal[1]
 
 
 def concerns_server(error: redis.RedisError) -> bool:

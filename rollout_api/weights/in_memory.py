@@ -351,9 +351,12 @@ def _without_data(tensor: Any) -> Any:
 
 def _own_address() -> str:
     """Return the address that this machine uses towards others; the loopback address if it has no route to them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # Documentation addresses (RFC 5737 and RFC 3849), to which nothing is sent.
+    for family, other in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::")):
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); nothing is sent
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((other, 9))
+                return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            continue
+    return "127.0.0.1"

@@ -17,7 +17,7 @@ from rollout_api.manifest.rollout_job import FieldError, ManifestError
 from rollout_api.manifest.spec import DatasetSource, Environment, Task
 from rollout_api.protocol.messages import problem_id_of
 from rollout_api.protocol.status import EnvironmentErrors
-from rollout_api.redis_client.retry import retry
+from rollout_api.redis_client.retry import MAX_OUTAGE_S, RetryPolicy, retry, retry_async
 from rollout_head.environment.supervisor import EnvironmentErrorType, EnvironmentLoadError, EnvironmentSupervisor
 from rollout_store.job.launcher import LauncherStore
 
@@ -281,7 +281,14 @@ class EnvironmentResults:
     async def _store(self, results: Mapping[str, Any], outdated: Collection[str]) -> None:
         async with self._lock:  # so that an older summary does not replace a newer one
             summary = json.dumps(self._summary)
-            await asyncio.to_thread(retry, self._job_store.store_environment_results, results, outdated, summary)
+            await retry_async(
+                asyncio.to_thread,
+                self._job_store.store_environment_results,
+                results,
+                outdated,
+                summary,
+                policy=RetryPolicy(max_outage=MAX_OUTAGE_S),
+            )
 
     def _add(self, name: str, error: RolloutError) -> None:
         self._errors[name] = error

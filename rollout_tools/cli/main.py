@@ -178,7 +178,7 @@ def head(
 ) -> None:
     """Run the head of a job on several machines until the job is closed. Restart the head if it fails."""
     from rollout_api.redis_client.connection import connect, connect_history, wait_until_usable
-    from rollout_api.redis_client.retry import retry
+    from rollout_api.redis_client.retry import MAX_OUTAGE_S, RetryPolicy, retry
     from rollout_head.head import HeadInputs, run_head
     from rollout_store.job.launcher import LauncherStore
     from rollout_store.job.setup import JobSetup
@@ -211,7 +211,7 @@ def head(
         )
         if is_first:
             setup.open_history()
-            retry(store.set_head_facts, facts)
+            retry(store.set_head_facts, facts, policy=RetryPolicy(max_outage=MAX_OUTAGE_S))
         asyncio.run(run_until_terminated(run_head(setup, inputs.dataset)))
 
 
@@ -336,7 +336,7 @@ def serve(
     certificate_key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate (PEM).")] = None,
     model_cache: ModelCache = None,
 ) -> None:
-    """Serve a running job over HTTP, with the APIs of OpenAI and vLLM.
+    """Serve a job over HTTP, with the APIs of OpenAI and vLLM. If it does not run yet, the server waits for it.
 
     Further options are passed to vLLM's API server, for example --enable-auto-tool-choice --tool-call-parser=hermes.
     """
@@ -347,7 +347,8 @@ def serve(
 
     async def run() -> None:
         name = None if uid else f"{job.metadata.namespace}/{job.metadata.name}"
-        async with RequestClient.connect(redis, name, uid=uid) as client:
+        client = await RequestClient.wait_for_job(redis, name, uid=uid)
+        try:
             names = [job.spec.model.uri, job.metadata.name]
             try:
                 app = await build_app(client, model, names, job.spec.engine, context.args)
@@ -366,6 +367,8 @@ def serve(
                 ssl_certfile=certificate,
                 ssl_keyfile=certificate_key,
             )
+        finally:
+            await client.close()
 
     with exit_with_message(file, redis):
         job = read_manifest(file)

@@ -301,13 +301,22 @@ async def _while_checked(work: Coroutine[Any, Any, _Result], check: Coroutine[An
 
 
 async def _check_redis(job_store: LauncherStore, url: str, notify: Callable[[str], None]) -> NoReturn:
-    """Check Redis until it rejects a write or is unavailable for more than a moment.
+    """Check Redis until it denies access or is unavailable for more than a moment.
 
-    A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once.
+    A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once. While the
+    server is full, the job waits here, too: whoever operates the server can give it memory.
     """
+    is_full = False
     while True:
         try:
             await asyncio.to_thread(retry, job_store.check_writable)
+            if is_full:
+                notify("Redis has memory again; the job continues.")
+            is_full = False
+        except redis.exceptions.OutOfMemoryError as error:
+            if not is_full:
+                notify(f"The job waits: {explain_error(error, url)}")
+            is_full = True
         except redis.RedisError as error:
             notify(f"Stopping the job: {explain_error(error, url)}")
             raise

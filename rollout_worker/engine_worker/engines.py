@@ -230,6 +230,9 @@ def configure_ray() -> None:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray would kill engines, and let them start again and again, as soon as the machine or the container has little
+    # free memory, also if something else uses it. The limit of the container and the kernel do this work.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # In spite of its name, this makes Ray 2.60 use the loopback address on Linux, too.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_AUTH_MODE"] = "token"

@@ -26,6 +26,8 @@ ACTOR_ANSWER_TIMEOUT_S = 0.2
 """Seconds for which a pass waits for the actors' answers."""
 ACTOR_RESTART_TIMEOUT_S = 120.0
 """Seconds within which Ray must have restarted an actor that has died; then it is replaced."""
+SILENCE_LOG_INTERVAL_S = 30.0
+"""Seconds after which an engine's process that does not answer is reported in the log, again and again."""
 MAX_START_FAILURES = 3
 """Number of consecutive deaths of an engine's process during its start that are reported as an error."""
 
@@ -71,6 +73,11 @@ class Fleet:
         self._calls: dict[str, Any] = {}
         """Engine → a call of its ``state`` that has not been answered yet."""
         self._serving: set[str] = set()
+        self._dead: set[str] = set()
+        """Engines whose process has ended and does not answer again yet."""
+        self._heard_at: dict[str, float] = {}
+        """Engine → when it was started, or its process answered last."""
+        self._silence_logged_at: dict[str, float] = {}
         self._errors: dict[str, str] = {}
         self._starting: dict[str, str] = {}
         """Engine → the process that was last seen starting it."""
@@ -128,6 +135,7 @@ class Fleet:
             "max_task_retries": 0,
             "max_concurrency": 8,
         }
+        self._heard_at[name] = time.monotonic()
         self._actors[name] = ray.remote(self._actor).options(**options).remote(self._setup, name, speculative)
 
     def _poll(self) -> None:
@@ -138,22 +146,25 @@ class Fleet:
         for name in list(self._actors):
             if self._calls[name] in done:
                 self._read_state(name, self._calls.pop(name))
+        for name in self._actors:
+            self._log_silence(name)
 
     def _read_state(self, name: str, call: Any) -> None:
         try:
             state: EngineState = ray.get(call)
         except ray.exceptions.ActorDiedError as died:
             # Ray restarts an actor that was killed, but not one whose constructor has failed.
-            self._serving.discard(name)
+            self._note_death(name, died)
             since = self._dead_since.setdefault(name, time.monotonic())
             if time.monotonic() - since > ACTOR_RESTART_TIMEOUT_S:
                 self._set_error(name, f"its process cannot be started: {died}")
             return
         except ray.exceptions.RayError as unavailable:
             # The process was killed. Ray restarts the actor, and its new process answers then.
-            logger.debug("Engine %s does not answer: %s", name, unavailable)
-            self._serving.discard(name)
+            self._note_death(name, unavailable)
             return
+        self._dead.discard(name)
+        self._heard_at[name] = time.monotonic()
         self._on_state(state)
         self._dead_since.pop(name, None)
         if state.engine:
@@ -164,6 +175,33 @@ class Fleet:
             del self._start_failures[name]
             self._starting.pop(name, None)
             self._set_error(name, error)
+
+    def _note_death(self, name: str, error: Exception) -> None:
+        """Log, once for each death, that an engine's process has ended."""
+        self._serving.discard(name)
+        if name not in self._dead:
+            self._dead.add(name)
+            logger.warning(
+                "The process of %s has ended, and Ray starts it again. If its log has no error, it was killed, for "
+                "example for lack of memory. (%s)",
+                name,
+                str(error).partition("\n")[0],
+            )
+
+    def _log_silence(self, name: str) -> None:
+        """Log, now and then, that an engine's process does not answer.
+
+        A process that is killed before it can answer is restarted by Ray without a word.
+        """
+        now, heard_at = time.monotonic(), self._heard_at[name]
+        if now - max(heard_at, self._silence_logged_at.get(name, 0.0)) >= SILENCE_LOG_INTERVAL_S:
+            self._silence_logged_at[name] = now
+            logger.warning(
+                "The process of %s has not answered for %.0f s. It is still starting, or it is killed each time; then "
+                "/tmp/ray/session_latest/logs/raylet.out says why.",
+                name,
+                now - heard_at,
+            )
 
     def _start_error(self, name: str, state: EngineState) -> str:
         """Return an error if the engine's processes die again and again before they have started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
-from rollout_api.manifest.field_types import parse_quantity
+from rollout_api.manifest.field_types import field_path, parse_quantity
 from rollout_api.manifest.spec import Source
 from rollout_tools.cli.job_address import check_manifest, read_manifest
-from scripts import manifest_docs
+from scripts import crd, manifest_docs
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,6 +214,55 @@ def test_a_job_may_be_incomplete_without_its_runtime() -> None:
     with pytest.raises(ManifestError) as caught:
         job.without_runtime()
     assert ["spec.model.cache.prefetch", "spec.workers.gpusPerWorker"] == [one.path for one in caught.value.errors]
+
+
+WRONG_VALUES: dict[str, list[object]] = {
+    "integer": [True, "1", 1.5, 2**63],
+    "number": [True, "0.5"],
+    "boolean": [1, 0, 0.0, "true", "yes"],
+    "string": [1, True, 1.5],
+    "int-or-string": [True, 1.5, "1" * 33],
+    "array": [{}, "a"],
+    "object": [[], "a"],
+}
+"""Values that the API server refuses, by the type in the CRD's schema."""
+
+
+def fields(schema: dict[str, Any], path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The path of every field in a schema of the CRD, with its type."""
+    yield path, "int-or-string" if schema.get("x-kubernetes-int-or-string") else schema["type"]
+    for name, field in schema.get("properties", {}).items():
+        yield from fields(field, (*path, name))
+    for name, field in (("1", schema.get("additionalProperties")), (0, schema.get("items"))):
+        if field is not None:
+            yield from fields(field, (*path, name))
+
+
+def test_what_the_crd_refuses_for_its_type_is_an_error_that_names_the_field() -> None:
+    schema = crd.document()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    accepted = []
+    for path, kind in fields(schema, ("spec",)):
+        for wrong in WRONG_VALUES[kind]:
+            value = wrong
+            for part in reversed(path[1:]):
+                value = [value] if isinstance(part, int) else {part: value}
+            if field_path(path) not in errors_of({**SHORTEST, "spec": value}):
+                accepted.append((field_path(path), wrong))
+    assert [] == accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("labels", {"a": 1}), ("labels", {"a b": "c"}), ("annotations", {"a": True})]
+)
+def test_metadata_that_the_api_server_refuses_is_an_error(name: str, value: object) -> None:
+    (path,) = errors_of(manifest_with(f"metadata.{name}", value))
+    assert path.startswith(f"metadata.{name}.")
+
+
+def test_a_whole_number_may_have_a_decimal_point() -> None:
+    """``kubectl`` sends 2.0 as 2."""
+    spec = parse_job(manifest_with("spec.workers", {"replicas": 2.0, "resources": {"cpu": 4.0}})).spec
+    assert (2, "4") == (spec.workers.replicas, spec.workers.resources.cpu)
 
 
 def test_the_runtime_is_ignored_where_there_is_no_operator(tmp_path: Path) -> None:

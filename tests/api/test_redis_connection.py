@@ -29,7 +29,7 @@ from rollout_api.redis_client.connection import (
     explain_error,
     wait_until_usable,
 )
-from rollout_api.redis_client.retry import ClientRetryPolicy, is_transient, retry
+from rollout_api.redis_client.retry import ClientRetryPolicy, is_out_of_memory, is_transient, retry
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 from tests.support.waiting import wait_for
 
@@ -160,6 +160,9 @@ def test_error_message_says_what_to_do(error: redis.RedisError, remedy: str) -> 
         (redis.exceptions.BusyLoadingError("LOADING"), True),
         (redis.exceptions.ResponseError("NOREPLICAS Not enough good replicas to write."), True),
         (redis.exceptions.ResponseError("BUSY Redis is busy running a script."), True),
+        (redis.exceptions.ResponseError("UNBLOCKED force unblock from blocking operation, instance state …"), True),
+        (redis.exceptions.ExecAbortError("Transaction discarded because of: READONLY You can't write …"), True),
+        (redis.exceptions.ExecAbortError("Transaction discarded because of previous errors."), False),
         (redis.exceptions.ResponseError("Command # 1 (SET a 1) of pipeline caused error: MISCONF Redis is …"), True),
         (redis.exceptions.ResponseError("WRONGTYPE Operation against a key"), False),
         (redis.exceptions.AuthenticationError("WRONGPASS"), False),
@@ -168,6 +171,23 @@ def test_error_message_says_what_to_do(error: redis.RedisError, remedy: str) -> 
 )
 def test_transient_errors_are_recognized(error: redis.RedisError, expected: bool) -> None:
     assert expected is is_transient(error)
+
+
+def test_a_server_that_is_full_when_a_transaction_is_executed_is_recognized(redis_url: str) -> None:
+    client = connect(redis_url)
+    connection = client.connection_pool.get_connection()
+    for command in (("MULTI",), ("SET", "a", "1")):
+        connection.send_command(*command)
+        connection.read_response()
+    client.config_set("maxmemory", 1)
+    try:
+        connection.send_command("EXEC")
+        with pytest.raises(redis.exceptions.ExecAbortError) as caught:
+            connection.read_response()
+    finally:
+        client.config_set("maxmemory", 0)
+    assert is_out_of_memory(caught.value)
+    assert "raise maxmemory" in str(explain_error(caught.value, redis_url))
 
 
 def test_short_interruption_is_bridged(redis_url: str) -> None:

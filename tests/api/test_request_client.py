@@ -12,6 +12,7 @@ import redis
 
 from rollout_api import (
     InvalidRequestError,
+    JobEndedError,
     Prompt,
     RequestClient,
     RequestRefusedError,
@@ -37,6 +38,28 @@ async def connected(redis_url: str, job: FakeJob) -> AsyncIterator[RequestClient
 
 def ids(rollouts: list[Rollout]) -> list[str]:
     return [rollout.rollout_id for rollout in rollouts]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_server_waits_for_its_job_and_says_so(
+    redis_url: str, caplog: pytest.LogCaptureFixture, has_ended: bool
+) -> None:
+    if has_ended:
+        FakeJob(redis_url).set_state("closed", "")
+    waiting = asyncio.create_task(RequestClient.wait_for_job(redis_url, "default/math", log_interval=0.1))
+    expected = "Waiting for the next job with this name" if has_ended else "default/math did not appear"
+    await wait_for_async(lambda: caplog.text.count(expected) >= 2)
+    assert not waiting.done()
+    FakeJob(redis_url, uid="uid-2")
+    client = await waiting
+    assert "uid-2" == client.job.uid
+    await client.close()
+
+
+async def test_a_server_of_a_job_that_has_ended_ends_as_well(redis_url: str, job: FakeJob) -> None:
+    job.set_state("closed", "")
+    with pytest.raises(JobEndedError, match="is closed"):
+        await RequestClient.wait_for_job(redis_url, uid=job.uid)
 
 
 async def test_answered_requests_leave_room_before_the_next_status(redis_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,40 @@ def sent(weights: TensorsInMemory) -> dict[str, torch.Tensor]:
     weights.connect(receiver, 2)
     weights.send(receiver)
     return receiver.tensors
+
+
+_IN_IPV6_NETWORK = """
+ip link set lo up
+ip -6 address add 2001:db8:1::5/64 dev lo nodad
+ip -6 route add default dev lo
+exec "$0" "$@"
+"""
+_SENDER = """
+import torch
+from rollout_api import TensorsInMemory
+from tests.support.gloo_receiver import GlooReceiver
+
+class Receiver(GlooReceiver):
+    def init_weight_transfer_engine(self, init_info):
+        print(init_info["master_address"])
+        super().init_weight_transfer_engine(init_info)
+
+receiver, weights = Receiver(), TensorsInMemory({"a": torch.ones(2)})
+weights.connect(receiver, 2)
+weights.send(receiver)
+print(receiver.tensors["a"].tolist())
+"""
+_NEW_NETWORK = ["unshare", "--map-root-user", "--net"]
+
+
+@pytest.mark.skipif(
+    shutil.which("ip") is None or subprocess.run([*_NEW_NETWORK, "true"], capture_output=True).returncode != 0,
+    reason="network namespaces are not available",
+)
+def test_a_trainer_whose_network_has_only_ipv6_sends_tensors() -> None:
+    command = [*_NEW_NETWORK, "sh", "-ec", _IN_IPV6_NETWORK, sys.executable, "-c", _SENDER]
+    sender = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert ["2001:db8:1::5", "[1.0, 1.0]"] == sender.stdout.splitlines(), sender.stderr
 
 
 def test_tensors_of_all_shapes_and_types_arrive_unchanged() -> None:

@@ -54,6 +54,16 @@ class CrashingEngine:
         return EngineState(self._process, os.getpid(), False, "", "")
 
 
+class KilledEngine:
+    """An engine whose process is always killed before it can answer."""
+
+    def __init__(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def state(self) -> EngineState:
+        raise AssertionError
+
+
 class FailingEngine:
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
@@ -76,7 +86,10 @@ class BrokenEngine:
 def local_ray() -> Iterator[None]:
     """Ray with room for one engine."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors' processes cannot import this module
-    start_local_ray(1)
+    with pytest.MonkeyPatch.context() as patch:
+        # Were Ray's memory monitor enabled, it would now kill every engine.
+        patch.setenv("RAY_memory_usage_threshold", "0")
+        start_local_ray(1)
     yield
     stop_local_ray()
 
@@ -123,11 +136,14 @@ def wait_for_process(fleet: Fleet, states: list[EngineState], *, other_than: int
 
 
 @pytest.mark.parametrize("fleet", [SlowEngine], indirect=True)
-def test_an_engine_that_was_killed_restarts_without_an_error(fleet: Fleet, states: list[EngineState]) -> None:
+def test_an_engine_that_was_killed_restarts_without_an_error(
+    fleet: Fleet, states: list[EngineState], caplog: pytest.LogCaptureFixture
+) -> None:
     first = wait_for_process(fleet, states)
     assert 1 == fleet.num_serving
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: fleet.run_once() or not fleet.num_serving, 30)
+    assert "The process of engine-0 has ended" in caplog.text
     assert first != wait_for_process(fleet, states, other_than=first)
     assert 1 == fleet.num_serving
 
@@ -136,6 +152,15 @@ def test_an_engine_that_was_killed_restarts_without_an_error(fleet: Fleet, state
 def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(fleet: Fleet) -> None:
     wait_for_error(fleet, 240)
     assert "died 3 times while it started" in fleet.errors["engine-0"]
+
+
+@pytest.mark.parametrize("fleet", [KilledEngine], indirect=True)
+def test_an_engine_whose_process_never_answers_is_reported(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_module, "SILENCE_LOG_INTERVAL_S", 1.0)
+    with running(fleet):
+        wait_for(lambda: "The process of engine-0 has not answered" in caplog.text, 60)
 
 
 @pytest.mark.parametrize("fleet", [FailingEngine], indirect=True)

@@ -333,7 +333,7 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     # There must be something left to do after each interruption.
     harness.samples = harness.manifest["spec"]["sampling"]["rolloutsPerPrompt"] = 2 * SAMPLES
 
-    # A second run of the same job is rejected; then Redis is full.
+    # A second run of the same job is rejected; then Redis is full for a while.
     process = harness.start("--no-compare")
     harness.wait_for(lambda: bool(harness.uid), process)
     concurrent = harness.run("--no-compare")
@@ -347,16 +347,12 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert f"Job default/story (uid {harness.uid}) is running" in shown.output
     assert "served by 1 of 1 engines" in shown.output
     harness.client.config_set("maxmemory", 1)
-    assert harness.seconds_until(process, "out of memory") < 10
-    result = harness.end(process)
-    assert EXIT_REDIS == result.code, result.output
-    assert "raise maxmemory" in result.output
+    assert harness.seconds_until(process, "The job waits: ") < 10
     harness.client.config_set("maxmemory", 0)
+    harness.seconds_until(process, "the job continues")
     done = harness.ledger()
-    assert len(done) >= 5
 
     # Redis is gone.
-    process = harness.start("--no-compare")
     harness.wait_for(lambda: len(harness.ledger()) > len(done) + 5, process)
     done = harness.ledger()
     os.kill(int(harness.client.info()["process_id"]), signal.SIGKILL)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from typing import Any
 
+import httpx
 import pytest
 
 from rollout_api import AsyncRolloutClient, Prompt, RequestClient, Rollout
@@ -15,6 +17,7 @@ from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import ENDLESS, JobHarness, assert_delivered_once
 from tests.support.reference_model import ReferenceDistribution
 from tests.support.responses import check_likely_tokens
+from tests.support.served_job import MODEL_NAME, serving
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +71,29 @@ def test_tokens_arrive_while_they_are_sampled(job_harness: JobHarness) -> None:
             assert received.num_tokens(sample) > LENGTH // 2
         assert_delivered_once(running, rollouts, 2)
         assert [] == list(running.redis.scan_iter("*:tokens:*"))
+
+    job_harness.run(scenario)
+
+
+def test_a_stream_over_http_continues_after_redis_was_full(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        body = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": LENGTH, "ignore_eos": True, "stream": True}
+        with serving(running, job_harness.url, job_harness.models / "0") as url:
+            async with (
+                httpx.AsyncClient(timeout=60) as http,
+                http.stream("POST", f"{url}/v1/completions", json=body) as reply,
+            ):
+                lines = reply.aiter_lines()
+                assert (await anext(lines)).startswith("data: {")
+                running.redis.config_set("maxmemory", 1)
+                try:
+                    await asyncio.sleep(3)
+                finally:
+                    running.redis.config_set("maxmemory", 0)
+                chunks = [line.removeprefix("data: ") async for line in lines if line]
+        assert "[DONE]" == chunks[-1]
+        assert "length" == json.loads(chunks[-2])["choices"][0]["finish_reason"]
+        await running.until(lambda: not running.redis.xlen(running.keys.requests))
 
     job_harness.run(scenario)
 

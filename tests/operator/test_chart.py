@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -729,9 +730,9 @@ class BundledRedis:
             finally:
                 server.terminate()
 
-    def client(self, login: str) -> redis.Redis:
+    def client(self, login: str, host: str = "127.0.0.1") -> redis.Redis:
         """Return a client with a user name and password."""
-        return redis.Redis.from_url(f"redis://{login}@127.0.0.1:{self._port}", retry=Retry(NoBackoff(), 0))
+        return redis.Redis.from_url(f"redis://{login}@{host}:{self._port}", retry=Retry(NoBackoff(), 0))
 
 
 def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(tmp_path: Path) -> None:
@@ -745,6 +746,8 @@ def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(t
             stranger.get("history:x")
     with server.running("second") as admin, server.client("job:word") as job, server.client(":first") as former_admin:
         assert b"1" == admin.get("history:x") == job.get("history:x")
+        with server.client(":second", "[::1]") as on_ipv6:
+            assert on_ipv6.ping()
         with pytest.raises(redis.exceptions.NoPermissionError):
             job.set("history:x", 2)
         with pytest.raises(redis.AuthenticationError):
@@ -778,6 +781,50 @@ def test_invalid_values_are_rejected(values: dict[str, Any]) -> None:
     process = helm("template", "das", str(CHART), values=values)
     assert process.returncode
     assert next(iter(values)) in process.stderr
+
+
+def paths(values: Any, path: str = "") -> list[str]:
+    """Return the paths of all values, those of sections included."""
+    if not isinstance(values, dict) or path.endswith(".resources"):
+        return [path]
+    return [path] * bool(path) + [
+        found for name, value in values.items() for found in paths(value, f"{path}.{name}".lstrip("."))
+    ]
+
+
+def with_nulls(names: Iterable[str], **values: Any) -> dict[str, Any]:
+    """Return a copy of values with null at these paths."""
+    values = copy.deepcopy(values)
+    for name in names:
+        *sections, last = name.split(".")
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+            if target is None:
+                break
+        else:
+            target[last] = None
+    return values
+
+
+def test_a_null_is_an_empty_value_or_an_error_that_names_it() -> None:
+    every_path = paths(yaml.safe_load((CHART / "values.yaml").read_text()))
+    required: list[str] = []
+    for depth in range(4):
+        nulls = [path for path in every_path if path.count(".") == depth]
+        process = helm("template", "das", str(CHART), values=with_nulls(nulls))
+        errors = re.findall(r"^- (\S+): (\w+) is required$", process.stderr, re.M)
+        required += [name if section == "(root)" else f"{section}.{name}" for section, name in errors]
+    assert {"monitoring", "redis.ca", "history.redis", "redis.adminSecret.keys"} <= set(required)
+    everything = {
+        "networkPolicies": {"egress": {"enabled": True}},
+        "monitoring": {"podMonitor": True, "alerts": True, "dashboard": True},
+        "rbac": {"aggregateRoles": True},
+        "admissionPolicy": {"restrictPodTemplates": True},
+    }
+    assert render(**with_nulls([path for path in every_path if path not in required], **everything))
+    sections = {path.rpartition(".")[0] for path in required} - {""}
+    assert sections <= set(required), "a section without which the chart cannot be rendered must be required"
 
 
 def leaves(values: Any, path: str = "") -> set[str]:

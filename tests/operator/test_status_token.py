@@ -20,6 +20,7 @@ from rollout_operator.cluster.reconciler import Reconciler
 from rollout_operator.objects import names
 from rollout_operator.objects.observed import PodView
 
+from rollout_api.ports import free_port
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
 from rollout_head.coordinator.status_server import StatusServer
 from rollout_store.history_service.service import HistoryServer, ServiceState
@@ -47,6 +48,14 @@ def operator_server() -> OperatorServer:
     server = OperatorServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
     server.ready = True
     return server
+
+
+async def test_servers_for_other_machines_listen_on_the_addresses_of_ipv4_and_ipv6() -> None:
+    server, port = HistoryServer(ServiceState()), free_port("")
+    await server.start(None, port)
+    for host in ("127.0.0.1", "[::1]"):
+        assert 200 == (await statuses(f"http://{host}:{port}", {}))["healthz"]
+    await server.stop()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def vllm_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
+        structured_outputs=_structured_outputs(sampling),
         logprobs=max(sampling.top_logprobs, min_logprobs) if sampling.returns_logprobs or min_logprobs else None,
         # Those of a continued response are in its prefix. vLLM would also compute them for the prefix.
         prompt_logprobs=(
@@ -86,6 +87,15 @@ def vllm_sampling_params(
         # vLLM holds tokens back in the frontend process, which receives them after each step.
         stream_interval=interval or None,
     )
+
+
+def _structured_outputs(sampling: Sampling) -> Any:
+    """Return ``vllm.sampling_params.StructuredOutputsParams``; None if any text may be sampled."""
+    if not sampling.structured_outputs:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**sampling.structured_outputs)
 
 
 def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int | None:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
 from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_server.guided_fields import GuidedFieldsMiddleware
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
@@ -197,4 +198,4 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
 
 def as_asgi(app: FastAPI) -> ASGIApp:
     """Return the application with the middleware that reads what requests say about their rollouts."""
-    return RequestContextMiddleware(IdempotencyMiddleware(app, app.state.request_client))
+    return RequestContextMiddleware(IdempotencyMiddleware(GuidedFieldsMiddleware(app), app.state.request_client))

@@ -28,6 +28,7 @@ from rollout_worker.engine.response import (
 )
 from rollout_worker.engine.sampling_params import (
     StopStrings,
+    check_v2_limits,
     kept_tokens,
     kept_width,
     token_decoder,
@@ -246,7 +247,7 @@ class ResponseGenerator:
         # same results.
         stream_name = f"{request.request_id}/{sample}"
         with refusing_rejected_requests():
-            return vllm_sampling_params(
+            params = vllm_sampling_params(
                 request.sampling,
                 stream_name,
                 settings,
@@ -254,6 +255,9 @@ class ResponseGenerator:
                 interval=interval,
                 min_logprobs=kept_width(request.sampling, self._vocabulary),
             )
+            if self._client.llm.vllm_config.use_v2_model_runner:
+                check_v2_limits(params, len(self._end_tokens))
+            return params
 
     def _draft_settings(
         self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int

@@ -106,6 +106,25 @@ def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int 
     return int.from_bytes(digest, "little") >> 1
 
 
+def check_v2_limits(params: Any, num_end_tokens: int) -> None:
+    """Check what vLLM's V2 model runner has memory for. It would end the engine.
+
+    *num_end_tokens* is the number of the model's own end tokens, which vLLM adds to the request's.
+
+    Raises:
+        ValueError: if a setting of a request has too many tokens.
+    """
+    from vllm.v1.worker.gpu.sample import logit_bias as limits
+
+    for name, count, limit in (
+        ("allowedTokenIds", len(params.allowed_token_ids or ()), limits.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logitBias", len(params.logit_bias or ()), limits.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stopTokenIds", len(set(params.stop_token_ids or ())), limits.MAX_NUM_STOP_TOKEN_IDS - num_end_tokens),
+    ):
+        if count > limit and (name != "stopTokenIds" or params.min_tokens):
+            raise ValueError(f"sampling.{name} has {count} tokens; the V2 model runner supports at most {limit}")
+
+
 def end_token_ids(params: Any) -> list[int]:
     """Return the tokens that end a response, from the ``SamplingParams`` of a request that vLLM has accepted.
 

@@ -17,7 +17,7 @@ from rollout_store.job.admission_rules import AdmissionError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from tests.support.engines import EngineHarness, engine_config
+from tests.support.engines import EngineHarness, engine_config, needs_v2
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread, ReferenceDistribution, chi_square
 from tests.support.responses import (
     MAX_LOGPROB_ERROR,
@@ -140,13 +140,19 @@ def test_drafts_that_a_grammar_rejects_are_not_sampled(drafting_engine: EngineHa
 
 
 @pytest.mark.parametrize(
-    "settings", [{"regex": "("}, {"grammar": "root ::= missing"}, {"json": '{"type": "unknown"}'}, {"regex": "x"}]
+    "settings",
+    [
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "root ::= missing"}},
+        {"structured_outputs": {"json": {"type": "unknown"}}},
+        {"structured_outputs": {"regex": "x"}},  # no token of the model begins with x
+        pytest.param({"allowed_token_ids": [1, 2] * 600}, marks=needs_v2),
+    ],
 )
-def test_a_grammar_that_vllm_cannot_apply_is_refused_and_the_engine_continues(
+def test_what_vllm_cannot_apply_is_refused_and_the_engine_continues(
     drafting_engine: EngineHarness, settings: dict[str, object]
 ) -> None:
-    """No token of the model begins with x."""
-    sampling = Sampling.model_validate({"n": 1, "max_tokens": 5, "structured_outputs": settings})
+    sampling = Sampling.model_validate({"n": 1, "max_tokens": 5, **settings})
     with pytest.raises(AdmissionError, match="vLLM"):
         drafting_engine.sample([PROMPT], sampling)
     assert drafting_engine.sample([PROMPT], Sampling(n=1, max_tokens=5))

@@ -357,7 +357,6 @@ def prepare_request(
 _UNSUPPORTED = {
     "prompt_logprob_token_ids": "prompt_logprob_token_ids",
     "logprob_token_ids": "logprob_token_ids",
-    "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
     "bad_words": "bad_words",
     "repetition_detection": "repetition_detection",
     "thinking_token_budget": "thinking_token_budget",
@@ -411,4 +410,11 @@ def _sampling_overrides(params: SamplingParams) -> dict[str, Any]:
         overrides["top_prompt_logprobs"] = params.prompt_logprobs
     if params.ignore_eos:
         overrides["ignore_eos"] = True
+    if params.structured_outputs is not None:
+        # Without any, a request has the job's.
+        overrides["structured_outputs"] = {
+            name: value
+            for name, value in vars(params.structured_outputs).items()
+            if value is not None and value is not False and not name.startswith("_")
+        }
     return overrides

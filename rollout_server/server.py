@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from rollout_api.client.request_client import RequestClient
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_server.body_check import BodyCheckMiddleware
+from rollout_server.guided_fields import GuidedFieldsMiddleware
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
@@ -224,4 +225,5 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
 
 def as_asgi(app: FastAPI) -> ASGIApp:
     """Return the application with the middleware that reads what requests say about their rollouts."""
-    return RequestContextMiddleware(IdempotencyMiddleware(BodyCheckMiddleware(app), app.state.request_client))
+    checked = BodyCheckMiddleware(GuidedFieldsMiddleware(app))
+    return RequestContextMiddleware(IdempotencyMiddleware(checked, app.state.request_client))

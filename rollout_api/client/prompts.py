@@ -35,6 +35,7 @@ class SamplingOverrides(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: dict[int, float]
+    structured_outputs: dict[str, Any]
     logprobs: bool
     top_logprobs: int
     prompt_logprobs: bool

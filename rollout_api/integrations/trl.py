@@ -202,8 +202,6 @@ def _check(trainer: Any) -> None:
             f"generation_kwargs={trainer.args.generation_kwargs} apply to TRL's own engine; pass those settings that a "
             "job supports as JobRollouts(sampling={…}), with the names of rollout_api.Sampling"
         )
-    if trainer.args.vllm_structured_outputs_regex:
-        raise ValueError("vllm_structured_outputs_regex applies to TRL's own vLLM; a job does not support grammars")
 
 
 def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
@@ -239,6 +237,8 @@ def _sampling(trainer: Any) -> dict[str, Any]:
     }
     if trainer.min_p:
         sampling["min_p"] = trainer.min_p
+    if regex := trainer.args.vllm_structured_outputs_regex:
+        sampling["structured_outputs"] = {"regex": regex}
     return sampling
 
 

@@ -273,8 +273,6 @@ def to_job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
         sampling["seed"] = remaining.pop("seed")
     if remaining.pop("ignore_eos", False):
         sampling["ignore_eos"] = True
-    if not sampling.get("min_p", 1.0):
-        del sampling["min_p"]  # the setting excludes drafting even if its value has no effect
     unknown = {name: value for name, value in remaining.items() if _IGNORED_SETTINGS.get(name, ...) != value}
     if unknown:
         raise InvalidRequestError(f"a rollout job does not support these sampling parameters: {unknown}")

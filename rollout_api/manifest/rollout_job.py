@@ -111,11 +111,11 @@ class RolloutJobSpec(ManifestModel):
             ),
             (
                 "self.speculation.policy == 'off' || self.sampling.minP == 0.0",
-                'sampling.minP: vLLM does not support it with speculation; remove it, or set speculation.policy: "off"',
+                'sampling.minP: rollouts with it are not drafted; let requests set it, or set speculation.policy: "off"',
             ),
             (
                 "self.speculation.policy == 'off' || size(self.sampling.logitBias) == 0",
-                "sampling.logitBias: vLLM does not support it with speculation; remove it, or set speculation.policy: "
+                "sampling.logitBias: rollouts with it are not drafted; let requests set it, or set speculation.policy: "
                 '"off"',
             ),
             (
@@ -252,7 +252,7 @@ def _errors_across_sections(
         errors += [
             FieldError(
                 f"sampling.{name}",
-                "vLLM does not support it with speculation; remove it, or set speculation.policy: off",
+                "rollouts with it are not drafted; let requests set it, or set speculation.policy: off",
             )
             for name in sampling.unsupported_with_drafts()
         ]

@@ -39,6 +39,7 @@ from rollout_api.manifest.field_types import (
     Text,
     cel_rules,
 )
+from rollout_api.manifest.structured_outputs import check_structured_outputs
 from rollout_api.redis_client.address import SCHEMES, SERVER_SCHEMES
 
 _RESERVED_SETTINGS = ("seed", "size")
@@ -397,7 +398,7 @@ class Sampling(ManifestModel):
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens that are kept; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Minimum probability of a token, relative to the most likely one. Engines with speculation do not support it."""
+    """Minimum probability of a token, relative to the most likely one. Rollouts with it are not drafted."""
     max_tokens: int = Field(default=1024, ge=1)
     """Maximum number of tokens of a response."""
     min_tokens: int = Field(default=0, ge=0)
@@ -417,7 +418,11 @@ class Sampling(ManifestModel):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     """Divisor of the logits of tokens that occurred before."""
     logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
-    """Token id → value added to its logit. Engines with speculation do not support it."""
+    """Token id → value added to its logit. Rollouts with it are not drafted."""
+    structured_outputs: dict[str, JsonValue] = Field(default_factory=dict)
+    """What responses must match: one of json (a JSON schema), regex, choice (a list of texts), grammar, json_object and
+    structural_tag, with vLLM's meanings and options. Such rollouts are not continued by another engine, but sampled
+    anew."""
     logprobs: bool = False
     """Return the behavior log-probability of each sampled token."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -446,6 +451,16 @@ class Sampling(ManifestModel):
         if max_tokens is not None and min_tokens > max_tokens:
             raise ValueError(f"{min_tokens} is more than maxTokens, {max_tokens}")
         return min_tokens
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _check_structured_outputs(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return check_structured_outputs(given)
+
+    @property
+    def excludes_drafts(self) -> bool:
+        """Whether nothing may be drafted, because vLLM does not support a setting with drafts."""
+        return self.min_p > 0 or any(self.logit_bias.values())
 
     @property
     def returns_logprobs(self) -> bool:

@@ -71,7 +71,7 @@ class RequestAdmission:
             await self._open(admitted, known, held)
 
     async def _check(self, entry: Entry) -> RolloutRequest | None:
-        """Return the request of an entry; None if it was moved to the dead letters."""
+        """Return the request of an entry; None if it was refused, or cannot be decoded."""
         try:
             message = decode(entry.data)
             if not isinstance(message, RolloutRequest):
@@ -87,7 +87,7 @@ class RequestAdmission:
             logger.warning("Refused request %s of client %s: %s", message.request_id, message.reply_to, error)
             refusal = Refusal(request_id=message.request_id, reason=str(error))
             await self._job_store.results.refuse(message, refusal)
-            await move_to_dead_letters(self._state, self._job_store, Stream.REQUESTS, entry, str(error))
+            await self._job_store.incoming.delete(Stream.REQUESTS, entry.entry_id)
             return None
 
     async def _register(self, entry: Entry, request: RolloutRequest) -> Admission:
@@ -181,7 +181,6 @@ def check_request(
         request.sampling,
         len(request.prompt_token_ids),
         max_model_len=spec.engine.max_model_len,
-        speculative=spec.speculation.policy != "off",
         prefix=request.prefix,
     )
     _check_token_ids(request, vocabulary)

@@ -13,10 +13,10 @@ def can_continue(sampling: Sampling) -> bool:
     bias, allowed tokens and the repetition penalty, which counts prompts, too; ``max_tokens`` and ``min_tokens`` are
     reduced by its length. Stop strings are also found if they begin in the prefix
     (:mod:`rollout_worker.engine.sampling_params`). It does make a difference for presence and frequency penalties,
-    which do not count prompts. A continued response with a seed has the same distribution but a different random
-    stream, and therefore other tokens.
+    which do not count prompts, and for structured outputs, whose grammar begins after the prompt. A continued response
+    with a seed has the same distribution but a different random stream, and therefore other tokens.
     """
-    return not (sampling.presence_penalty or sampling.frequency_penalty)
+    return not (sampling.presence_penalty or sampling.frequency_penalty or sampling.structured_outputs)
 
 
 def check_admission(
@@ -24,7 +24,6 @@ def check_admission(
     prompt_tokens: int,
     *,
     max_model_len: int,
-    speculative: bool,
     raw_logprobs: bool = False,
     routed_experts: bool = False,
     prefix: Partial | None = None,
@@ -35,7 +34,6 @@ def check_admission(
         sampling: the request's settings.
         prompt_tokens: length of its prompt.
         max_model_len: ``engine.maxModelLen`` of the manifest.
-        speculative: whether the engine is configured with speculation.
         raw_logprobs: whether the engine's log-probabilities are those of the model before filters.
         routed_experts: whether the engine returns the experts of each token.
         prefix: tokens that the response continues from.
@@ -43,11 +41,6 @@ def check_admission(
     Raises:
         AdmissionError: if it cannot; the message names the setting and what to do.
     """
-    if speculative and (unsupported := sampling.unsupported_with_drafts()):
-        raise AdmissionError(
-            f"vLLM does not support sampling.{unsupported[0]} with speculation; remove it, or run the job with "
-            "speculation.policy: off"
-        )
     if problem := sampling.kept_tokens_problem():
         raise AdmissionError(f"sampling.keptTokens: {problem}")
     if sampling.routed_experts and not routed_experts:
@@ -66,8 +59,9 @@ def check_admission(
         return
     if not can_continue(sampling):
         raise AdmissionError(
-            "a response with sampling.presencePenalty or frequencyPenalty cannot be continued from a prefix, "
-            "because its output distribution would change; omit the prefix to sample the response from the start"
+            "a response with sampling.presencePenalty, frequencyPenalty or structuredOutputs cannot be continued from "
+            "a prefix, because its output distribution would change; omit the prefix to sample the response from the "
+            "start"
         )
     if len(prefix.token_ids) > sampling.max_tokens:
         raise AdmissionError(

@@ -17,6 +17,7 @@ from rollout_worker.engine.config import EngineConfig, engine_args, engine_envir
 from rollout_worker.engine.generation import DecodingPause, PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine.vllm_client import Adapters, VllmClient, WeightVersionTracker
+from rollout_worker.engine.vllm_patches import accept_settings_without_drafts
 from rollout_worker.engine.weight_loading import Updates, WeightLoader
 
 _HISTORY_POLL_INTERVAL_S = 0.02
@@ -376,4 +377,7 @@ def _start_vllm(config: EngineConfig, counters: EngineCounters) -> Any:
         os.environ.update(engine_environment(config, os.environ))
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(engine_args(vllm_settings(config)), stat_loggers=[counters.as_stat_logger()])
+        llm = AsyncLLM.from_engine_args(engine_args(vllm_settings(config)), stat_loggers=[counters.as_stat_logger()])
+        if config.drafting is not None:
+            accept_settings_without_drafts(llm)
+        return llm

@@ -35,6 +35,7 @@ from rollout_worker.engine.response import (
 )
 from rollout_worker.engine.sampling_params import (
     StopStrings,
+    check_v2_limits,
     kept_tokens,
     kept_width,
     token_decoder,
@@ -47,6 +48,7 @@ from rollout_worker.engine.vllm_client import (
     WeightVersionTracker,
     model_end_tokens,
     num_output_tokens,
+    refusing_rejected_requests,
     translate_errors,
 )
 
@@ -139,7 +141,6 @@ class ResponseGenerator:
             sampling,
             len(request.prompt_token_ids),
             max_model_len=self._config.spec.max_model_len,
-            speculative=self._config.drafting is not None,
             raw_logprobs=self._config.spec.logprobs_mode == "raw",
             routed_experts=self._config.returns_routed_experts,
             prefix=prefix,
@@ -193,7 +194,7 @@ class ResponseGenerator:
                 counts = await self._draft_counts.take(call_id)
             reason = FinishReason.STOP
             if not response.stopped:
-                reason = _finish_reason(output.outputs[0].finish_reason, stop_event)
+                reason = _finish_reason(output.outputs[0].finish_reason, sampling, stop_event)
             return response.finish(
                 reason,
                 starts,
@@ -253,8 +254,8 @@ class ResponseGenerator:
         stream_name = ""
         if request.sampling.seed is not None:
             stream_name = f"{problem_id_of(request.prompt_token_ids)}/{sample}"
-        try:
-            return vllm_sampling_params(
+        with refusing_rejected_requests():
+            params = vllm_sampling_params(
                 request.sampling,
                 stream_name,
                 settings,
@@ -262,8 +263,9 @@ class ResponseGenerator:
                 interval=interval,
                 min_logprobs=kept_width(request.sampling, self._vocabulary),
             )
-        except ValueError as error:
-            raise AdmissionError(f"vLLM rejects the request: {error}") from error
+            if self._client.llm.vllm_config.use_v2_model_runner:
+                check_v2_limits(params, len(self._end_tokens))
+            return params
 
     def _draft_settings(
         self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int
@@ -276,7 +278,9 @@ class ResponseGenerator:
             problem=request.problem,
             max_tokens=request.sampling.max_tokens,
             min_tokens=request.sampling.min_tokens,
-            budget=0 if request.draft_mode is DraftMode.OFF else request.draft_budget,
+            budget=0
+            if request.draft_mode is DraftMode.OFF or request.sampling.excludes_drafts
+            else request.draft_budget,
             sources=SOURCES[request.draft_mode],
             later_turn=request.turn > 0,
             undrafted_tokens=CANARY_TOKENS if is_canary else 0,
@@ -332,16 +336,13 @@ class ResponseGenerator:
         return output, starts
 
     async def _outputs(self, prompt: dict[str, Any], params: Any, call_id: str, lora: Any) -> AsyncGenerator[Any]:
-        has_started = False
         async with aclosing(self._client.llm.generate(prompt, params, call_id, lora_request=lora)) as outputs:
-            try:
-                async for output in outputs:
-                    has_started = True
-                    yield output
-            except ValueError as error:
-                if has_started:
-                    raise
-                raise AdmissionError(f"vLLM rejects the request: {error}") from error
+            with refusing_rejected_requests():
+                first = await anext(outputs, None)
+            if first is not None:
+                yield first
+            async for output in outputs:
+                yield output
 
     @contextmanager
     def _track(self, call_id: str, prefix_tokens: int, stop_event: asyncio.Event | None) -> Iterator[None]:
@@ -369,10 +370,16 @@ class ResponseGenerator:
             await asyncio.sleep(_ABORT_RETRY_INTERVAL_S)
 
 
-def _finish_reason(reason: str, stop_event: asyncio.Event | None) -> FinishReason | None:
+def _finish_reason(reason: str, sampling: Sampling, stop_event: asyncio.Event | None) -> FinishReason | None:
     """Translate vLLM's finish reason; None for a response that was stopped by *stop_event*."""
     if reason == "abort" and stop_event is not None and stop_event.is_set():
         return None
+    if reason == "error" and sampling.structured_outputs:
+        # vLLM compiles the grammar when it has accepted the request.
+        raise AdmissionError(
+            "vLLM cannot apply sampling.structuredOutputs with the tokens of this model; the log of the engine's "
+            "worker has details"
+        )
     if reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise EngineError(f"vLLM ended a response unexpectedly: {reason}")
     return FinishReason(reason)

@@ -73,6 +73,7 @@ def vllm_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
+        structured_outputs=_structured_outputs(sampling),
         logprobs=max(sampling.top_logprobs, min_logprobs) if sampling.returns_logprobs or min_logprobs else None,
         # Those of a continued response are in its prefix. vLLM would also compute them for the prefix.
         prompt_logprobs=(
@@ -86,6 +87,34 @@ def vllm_sampling_params(
         # vLLM holds tokens back in the frontend process, which receives them after each step.
         stream_interval=interval or None,
     )
+
+
+def _structured_outputs(sampling: Sampling) -> Any:
+    """Return ``vllm.sampling_params.StructuredOutputsParams``; None if any text may be sampled."""
+    if not sampling.structured_outputs:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**sampling.structured_outputs)
+
+
+def check_v2_limits(params: Any, num_end_tokens: int) -> None:
+    """Check what vLLM's V2 model runner has memory for. It would end the engine.
+
+    *num_end_tokens* is the number of the model's own end tokens, which vLLM adds to the request's.
+
+    Raises:
+        ValueError: if a setting of a request has too many tokens.
+    """
+    from vllm.v1.worker.gpu.sample import logit_bias as limits
+
+    for name, count, limit in (
+        ("allowedTokenIds", len(params.allowed_token_ids or ()), limits.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logitBias", len(params.logit_bias or ()), limits.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stopTokenIds", len(set(params.stop_token_ids or ())), limits.MAX_NUM_STOP_TOKEN_IDS - num_end_tokens),
+    ):
+        if count > limit and (name != "stopTokenIds" or params.min_tokens):
+            raise ValueError(f"sampling.{name} has {count} tokens; the V2 model runner supports at most {limit}")
 
 
 def end_token_ids(params: Any) -> list[int]:

@@ -20,12 +20,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from inspect import signature
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from rollout_store.arrays import Integers
 from rollout_worker.engine.draft_settings import DraftSettings, settings_of_request
@@ -41,8 +44,10 @@ if TYPE_CHECKING:
 
 Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
-_NO_DRAFT = -1
 _NO_ROW = -1
+_HAS_MASKS_OF_DRAFTS = "num_bonus_tokens" in signature(StructuredOutputsWorker).parameters
+"""Whether V2 expects as many masks of a grammar as a step has positions for it, as vLLM 0.32 does. vLLM 0.33 expects the
+same number for all."""
 _MAX_TIMES_EXPIRED = 3
 """Number of steps that have not got their drafts in time after which drafts are made before the launch."""
 _GONE = ""
@@ -133,13 +138,6 @@ class HistorySpeculator(BaseSpeculator):
                 self.on_launched(input_batch.req_ids)
         return self._placeholders[: input_batch.num_reqs]
 
-    def invalidate_placeholders(self) -> None:
-        """Return tokens that no grammar accepts from now on, because :class:`DraftScheduling` replaces all drafts.
-
-        vLLM checks the drafts of requests with a grammar before they are replaced.
-        """
-        self._placeholders.fill_(_NO_DRAFT)
-
 
 class DraftScheduling:
     """Replaces the places that the scheduler has planned for drafts by the drafts; one for each rank.
@@ -148,6 +146,12 @@ class DraftScheduling:
     and ``prepare_inputs`` of its model runner, where the drafts are copied to the device. In between, later pipeline
     stages receive the hidden states of the step, and earlier ones the placeholders of a previous step. A third method
     selects the adapters of the positions that drafts add.
+
+    **Grammars.** vLLM plans and launches a step with grammars like any other, but samples it when the scheduler knows
+    the tokens of the step before. Only then the scheduler asks for the drafts (``take_draft_token_ids``), keeps of each
+    what its grammar accepts, and passes the tokens that the grammar permits at each planned place (``sample_tokens``).
+    The drafts have been made by then. Those of a launched step cannot be shortened any more, so vLLM rejects what the
+    grammar does not accept.
     """
 
     def __init__(self, worker: Any, broadcast: Broadcast | None) -> None:
@@ -181,11 +185,14 @@ class DraftScheduling:
         """Number of tokens of the drafts that were not scheduled yet, by row."""
         self._verified = np.zeros(len(self._drafts), np.int64)
         """Number of draft tokens of the step that is executed, by row."""
+        self._planned: dict[str, list[int]] = {}
+        """The places for drafts that were planned for this step, by request."""
         if runner.speculator is not None:
             runner.speculator.verified = self._verified
-            runner.speculator.invalidate_placeholders()
         self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
         self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
+        self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self.sample_tokens
+        runner.take_draft_token_ids = self.take_draft_token_ids
         self._make_lora_inputs = runner.lora_state.make_lora_inputs
         runner.lora_state.make_lora_inputs = self.make_lora_inputs
 
@@ -208,7 +215,7 @@ class DraftScheduling:
         loop = self._loop
         if loop is not None:
             loop.guard(lambda: self._follow(loop, scheduler_output))
-        planned = scheduler_output.scheduled_spec_decode_tokens
+        planned = self._planned = scheduler_output.scheduled_spec_decode_tokens
         rests = loop is not None and self._rest(loop, planned)
         budget = self._choose_budget(scheduler_output, rests=rests)
         if budget is None and loop is not None and not rests:
@@ -341,6 +348,29 @@ class DraftScheduling:
         if self._verified.any():
             self._runner.req_states.draft_tokens.copy_(self._drafts, non_blocking=True)
         return self._prepare_inputs(*args, **kwargs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """Return the drafts of the step that is executed, for the scheduler to compare with grammars."""
+        index, drafts = self._runner.req_states.req_id_to_index, self._drafts.numpy()
+        rows = [(request_id, index[request_id]) for request_id in self._planned if request_id in index]
+        return DraftTokenIds(
+            [request_id for request_id, _ in rows], [drafts[row, : self._verified[row]].tolist() for _, row in rows]
+        )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample the tokens of the step that was executed.
+
+        vLLM 0.32 expects masks for the places that have drafts, although the scheduler has made one for each place.
+        """
+        if grammar_output is not None and _HAS_MASKS_OF_DRAFTS:
+            index = self._runner.req_states.req_id_to_index
+            has_position = [
+                np.arange(1 + len(self._planned.get(request_id, ()))) <= self._verified[index[request_id]]
+                for request_id in grammar_output.structured_output_request_ids
+            ]
+            masks = grammar_output.grammar_bitmask[np.concatenate(has_position)]
+            grammar_output = dataclasses.replace(grammar_output, grammar_bitmask=masks)
+        return self._sample_tokens(grammar_output)
 
     def make_lora_inputs(self, req_ids: list[str], idx_mapping: Any, num_scheduled_tokens: Any) -> Any:
         """Return the adapters of a step, by position of the logits and by token, and the set of adapters.

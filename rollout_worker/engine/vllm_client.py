@@ -156,6 +156,17 @@ def translate_errors(action: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def refusing_rejected_requests() -> Iterator[None]:
+    """Raise the errors with which vLLM rejects a request as :class:`AdmissionError`."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except (ValueError, VLLMClientError) as error:
+        raise AdmissionError(f"vLLM rejects the request: {error}") from error
+
+
 @dataclass(eq=False)
 class Adapter:
     """An adapter that vLLM has loaded."""

@@ -141,6 +141,28 @@ def patch_sampling_without_drafts(runner: Any) -> None:
     runner._sample = patched
 
 
+def accept_settings_without_drafts(llm: Any) -> None:
+    """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``. Nothing may be drafted for such requests.
+
+    vLLM (seen in 0.32) rejects them, because its V1 model runner does not apply them to drafts.
+    """
+    llm.input_processor.speculative_config = None
+
+
+def apply_settings_without_drafts(runner: Any) -> None:
+    """Let the V1 model runner apply ``min_p`` and ``logit_bias`` to tokens that are sampled without drafts.
+
+    With speculation, vLLM (seen in 0.32) does not create the logits processors that do so. It would apply them to one
+    position of each response: to the token after its drafts, or to its only token if it has none.
+    """
+    from vllm.utils.torch_utils import PIN_MEMORY
+    from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor
+
+    processors = runner.input_batch.logitsprocs
+    processors.non_argmax_invariant.append(LogitBiasLogitsProcessor(runner.vllm_config, runner.device, PIN_MEMORY))
+    processors.argmax_invariant.append(MinPLogitsProcessor(runner.vllm_config, runner.device, PIN_MEMORY))
+
+
 def enable_amx() -> None:
     """Ask the kernel for permission to use AMX in this process, on CPUs that have it.
 

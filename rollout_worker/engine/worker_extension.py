@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.sampling_params import end_token_ids
 from rollout_worker.engine.vllm_patches import (
+    apply_settings_without_drafts,
     enable_amx,
     packing_experts,
     patch_adapter_rows,
@@ -237,6 +238,7 @@ class DraftingExtension(EngineExtension):
             scheduling = self._das_scheduling = self._das_schedule_drafts()
         else:
             patch_sampling_without_drafts(self.model_runner)
+            apply_settings_without_drafts(self.model_runner)
         if not is_output_rank():
             return False
         config = DraftingConfig.from_dict(drafting)

@@ -16,7 +16,6 @@ from rollout_api.redis_client.connection import connect_history
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_worker import drafting_args
-from tests.support.engines import USES_V2
 from tests.support.redis_servers import Server
 from tests.support.reference_model import make_adapter, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPTS, WITHOUT_EOS
@@ -46,13 +45,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "forbidden words": {"allowed_token_ids": None, "bad_words": ["w3", "w4 w5"], "min_tokens": 10},
     "stop strings": {"stop": ["w3 w7", "w1"]},
     "an adapter": {"lora": True},
+    "a regular expression": {"allowed_token_ids": None, "structured_outputs": {"regex": "(w[1-4]){5,40}"}},
 }
 """Settings of requests whose greedy responses are the same with and without drafts."""
-if not USES_V2:  # Triton's interpreter cannot run V2's kernel for grammars
-    REQUESTS["a regular expression"] = {
-        "allowed_token_ids": None,
-        "structured_outputs": {"regex": "(w[1-4] ){5,40}"},
-    }
 ENGINE: dict[str, Any] = {
     "in_process": True,
     "max_num_batched_tokens": 256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,11 @@ import pytest
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, RolloutRequest
 from rollout_store.history.store import HistoryStore
+from rollout_store.job.admission_rules import AdmissionError
 from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
-from tests.support.engines import EngineHarness, engine_config
+from tests.support.engines import EngineHarness, engine_config, needs_v2
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread, ReferenceDistribution, chi_square
 from tests.support.responses import (
     MAX_LOGPROB_ERROR,
@@ -84,6 +86,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafts(
         ("min-tokens", {"min_tokens": 4}),
         ("ignore-eos", {"ignore_eos": True}),
         ("seeded", {"seed": 11}),
+        ("structured-outputs", {"structured_outputs": {"regex": "(w1?[0-9]w[2468]){1,2}"}}),
     ],
 )
 def test_sampled_tokens_have_the_exact_distribution_of_the_model(
@@ -91,6 +94,70 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
 ) -> None:
     sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, **settings})
     sample_exactly(reference, sampling, partial(sample_with_drafts, drafting_engine, f"distribution-{name}"))
+
+
+@pytest.mark.parametrize("settings", [{"min_p": 0.2}, {"logit_bias": {3: 1.5, EOS: -1.0}, "min_p": 0.01, "top_k": 5}])
+def test_settings_that_exclude_drafts_apply_beside_responses_with_drafts(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution, settings: dict[str, object]
+) -> None:
+    drafted = Sampling(n=64, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
+    problem = f"beside-drafts-{settings}"
+    drafting_engine.add_history(problem, tokens_of(drafting_engine.sample([PROMPT], drafted, problem)))
+    sampling = Sampling.model_validate(
+        {"n": SAMPLES, "temperature": 0.8, "max_tokens": 5, "logprobs": True, **settings}
+    )
+
+    def sample_beside_drafts(sampling: Sampling) -> list[GenerationResult]:
+        requests = [drafting_engine.request(PROMPT, each, problem) for each in (drafted, sampling)]
+        results = drafting_engine.generate(requests)
+        assert accepted_share(results[: drafted.n]) > 0.05
+        return results[drafted.n :]
+
+    results = sample_exactly(reference, sampling, sample_beside_drafts, min_accepted_share=-1)
+    assert {0} == {result.num_draft_tokens for result in results}
+    for result in results[:50]:
+        assert result.logprobs is not None
+        assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+def test_settings_without_an_effect_do_not_exclude_drafts(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling.model_validate({"max_tokens": 40, "min_p": 0, "logit_bias": {"5": 0, "6": -0.0}})
+    assert accepted_share(sample_with_drafts(drafting_engine, "no-effect", sampling, samples=16)) > 0.05
+
+
+def test_drafts_that_a_grammar_rejects_are_not_sampled(drafting_engine: EngineHarness) -> None:
+    """The history has responses without the grammar, too."""
+    free = Sampling(n=32, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
+    problem = "rejected-by-a-grammar"
+    drafting_engine.add_history(problem, tokens_of(drafting_engine.sample([PROMPT], free, problem)))
+    regex = "(w[13579]w[02468]){5,25}"
+    sampling = Sampling(n=32, max_tokens=60, structured_outputs={"regex": regex})
+    results = drafting_engine.sample([PROMPT], sampling, problem)
+    assert {FinishReason.STOP} == {result.finish_reason for result in results}
+    for result in results:
+        assert re.fullmatch(regex, "".join(f"w{token}" for token in result.token_ids if token != EOS))
+    assert (
+        sum(result.num_draft_tokens for result in results) > sum(result.num_accepted_tokens for result in results) > 0
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "root ::= missing"}},
+        {"structured_outputs": {"json": {"type": "unknown"}}},
+        {"structured_outputs": {"regex": "x"}},  # no token of the model begins with x
+        pytest.param({"allowed_token_ids": [1, 2] * 600}, marks=needs_v2),
+    ],
+)
+def test_what_vllm_cannot_apply_is_refused_and_the_engine_continues(
+    drafting_engine: EngineHarness, settings: dict[str, object]
+) -> None:
+    sampling = Sampling.model_validate({"n": 1, "max_tokens": 5, **settings})
+    with pytest.raises(AdmissionError, match="vLLM"):
+        drafting_engine.sample([PROMPT], sampling)
+    assert drafting_engine.sample([PROMPT], Sampling(n=1, max_tokens=5))
 
 
 @pytest.mark.engine

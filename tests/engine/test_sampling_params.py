@@ -68,33 +68,29 @@ def test_a_step_without_drafts_uses_the_ordinary_sampler() -> None:
     assert [with_drafts, None, None] == received
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"min_p": 0.1}, "sampling.minP"), ({"logit_bias": {1: 2.0}}, "sampling.logitBias")],
-)
-def test_settings_that_vllm_does_not_support_with_speculation_are_rejected_by_name(
-    settings: dict[str, object], name: str
-) -> None:
-    sampling = Sampling.model_validate(settings)
-    with pytest.raises(AdmissionError, match=name):
-        check_admission(sampling, 10, max_model_len=2048, speculative=True)
-    check_admission(sampling, 10, max_model_len=2048, speculative=False)
+def test_settings_that_vllm_does_not_support_with_drafts_exclude_them() -> None:
+    for settings in ({"min_p": 0.1}, {"logit_bias": {1: 2.0}}, {"logit_bias": {1: 0.0, 2: -0.5}}):
+        assert Sampling.model_validate(settings).excludes_drafts
+    for settings in ({}, {"min_p": 0}, {"logit_bias": {}}, {"logit_bias": {1: 0.0, 2: -0.0}}, {"top_p": 0.5}):
+        assert not Sampling.model_validate(settings).excludes_drafts
 
 
 def test_a_request_that_is_too_long_is_rejected_with_its_numbers() -> None:
     sampling = Sampling(max_tokens=100)
-    check_admission(sampling, 28, max_model_len=128, speculative=True)
+    check_admission(sampling, 28, max_model_len=128)
     with pytest.raises(AdmissionError, match=r"29 tokens .* 100 .* 128"):
-        check_admission(sampling, 29, max_model_len=128, speculative=True)
+        check_admission(sampling, 29, max_model_len=128)
 
 
-@pytest.mark.parametrize("settings", [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}])
+@pytest.mark.parametrize(
+    "settings", [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}, {"structured_outputs": {"regex": "w1"}}]
+)
 def test_a_prefix_that_would_change_the_output_distribution_is_rejected(settings: dict[str, object]) -> None:
     sampling = Sampling.model_validate(settings)
     assert not can_continue(sampling)
     with pytest.raises(AdmissionError, match="prefix"):
-        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=PREFIX)
-    check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
+        check_admission(sampling, 10, max_model_len=2048, prefix=PREFIX)
+    check_admission(sampling, 10, max_model_len=2048, prefix=EMPTY_PREFIX)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +108,14 @@ def test_a_prefix_without_what_is_requested_of_each_token_is_rejected(
     assert can_continue(sampling)
     prefix = Partial(token_ids=[1, 2, 3], weight_spans=PREFIX.weight_spans, **known)
     with pytest.raises(AdmissionError, match=missing):
-        check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=prefix)
-    check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
+        check_admission(sampling, 10, max_model_len=2048, prefix=prefix)
+    check_admission(sampling, 10, max_model_len=2048, prefix=EMPTY_PREFIX)
 
 
 def test_a_prefix_longer_than_the_response_is_rejected() -> None:
-    check_admission(Sampling(max_tokens=3), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+    check_admission(Sampling(max_tokens=3), 10, max_model_len=2048, prefix=PREFIX)
     with pytest.raises(AdmissionError, match=r"3 tokens exceeds sampling\.maxTokens 2"):
-        check_admission(Sampling(max_tokens=2), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+        check_admission(Sampling(max_tokens=2), 10, max_model_len=2048, prefix=PREFIX)
 
 
 def raise_on_cpu_tensors(*_: object, **__: object) -> None:

@@ -287,6 +287,10 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
         ({"extra_headers": {"X-Rollout-Drafts": "no"}}, "X-Rollout-Drafts", "one of history, own_text, off"),
         ({"max_tokens": 300}, "max_tokens", "300"),
         ({"temperature": -1}, "temperature", "non-negative"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "regex", "unclosed group"),
+        ({"extra_body": {"guided_grammar": "root ::= missing"}}, "grammar", "missing"),
+        ({"extra_body": {"guided_json": {"type": 5}}}, "", "type must be a string"),
+        ({"extra_body": {"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}}, "", "one kind"),
     ],
 )
 def test_what_the_job_cannot_do_is_an_error_that_names_the_field(
@@ -370,6 +374,57 @@ def chat_text(messages: list[dict[str, str]]) -> str:
     return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages) + (
         "<|im_start|>assistant\n"
     )
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}},
+            {"json": json.dumps(SCHEMA)},
+        ),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"extra_body": {"structured_outputs": {"regex": ""}}}, {"regex": ""}),
+        (
+            {"extra_body": {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}},
+            {"json": json.dumps(SCHEMA), "disable_any_whitespace": True},
+        ),
+        ({"extra_body": {"guided_choice": ["a", "b"], "guided_regex": None}}, {"grammar": 'root ::= "a" | "b"'}),
+        ({"extra_body": {"guided_json": SCHEMA}}, {"json": json.dumps(SCHEMA)}),
+    ],
+)
+def test_structured_outputs_are_those_of_the_request(
+    openai: OpenAI, job: ServedJob, settings: Any, expected: dict[str, Any]
+) -> None:
+    found: list[RolloutRequest] = []
+    for call in (
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one", **_in_body(settings)),
+        lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, **settings),
+    ):
+        while_calling(call, answering(job, "two", found=found))
+    assert [expected, expected] == [request.sampling.structured_outputs for request in found]
+
+
+def _in_body(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings if "extra_body" in settings else {"extra_body": settings}
+
+
+def test_a_required_tool_constrains_the_response(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+    text = '[{"name": "weather", "parameters": {"city": "Oslo"}}]'
+    completion = while_calling(
+        lambda: openai.chat.completions.create(
+            model=MODEL_NAME, messages=MESSAGES, tools=[WEATHER_TOOL], tool_choice="required"
+        ),
+        answering(job, text, found=found),
+    )
+    assert "weather" in json.dumps(found[0].sampling.structured_outputs)
+    [call] = completion.choices[0].message.tool_calls or []
+    assert "function" == call.type
+    assert ("weather", {"city": "Oslo"}) == (call.function.name, json.loads(call.function.arguments))
 
 
 def test_a_stream_that_is_refused_has_the_status_of_the_error(openai: OpenAI, job: ServedJob) -> None:

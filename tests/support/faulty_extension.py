@@ -178,8 +178,7 @@ class WarmUpExtension(DraftingExtension):
     def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
         from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-        # Triton's interpreter does not support the kernel that applies a grammar.
-        warmup_kernels(self.model_runner, self.execute_model, lambda _: self.sample_tokens(None))
+        warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().das_start_drafting(drafting)
 
 

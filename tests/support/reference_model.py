@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 import shutil
 import threading
 from collections import Counter, defaultdict
@@ -172,11 +174,18 @@ def _logprobs(logits: torch.Tensor, prompt: Sequence[int], response: Sequence[in
 
 
 def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:
+    if sampling.structured_outputs:
+        text = "".join(f"w{token}" for token in response)
+        for token in range(VOCABULARY):
+            if not is_permitted(sampling.structured_outputs["regex"], text, token):
+                row[token] = -torch.inf
     if sampling.allowed_token_ids:
         barred = [token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]
         row[barred] = -torch.inf
     if len(response) < sampling.min_tokens:
         row[EOS] = -torch.inf
+    for token, added in sampling.logit_bias.items():
+        row[token] += added
     seen = sorted({*prompt, *response})
     row[seen] = torch.where(
         row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
@@ -185,7 +194,20 @@ def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequ
         row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
 
 
+def is_permitted(regex: Any, text: str, token: int) -> bool:
+    """Return whether a token may follow a text that must match a regular expression.
+
+    Four words ``w4`` must suffice to complete whatever can be completed.
+    """
+    if token == EOS:
+        return re.fullmatch(regex, text) is not None
+    return any(re.fullmatch(regex, f"{text}w{token}" + "w4" * words) for words in range(5))
+
+
 def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if sampling.min_p:
+        floor = logits.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -torch.inf)
     if sampling.top_k:
         floor = logits.topk(min(sampling.top_k, VOCABULARY), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)

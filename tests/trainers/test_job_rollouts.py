@@ -139,7 +139,8 @@ def test_messages_are_rendered_by_the_chat_template(job: UpdatingJob, client: Ro
 def test_trainers_sampling_settings_are_used_and_can_be_overridden(
     job: UpdatingJob, client: RolloutClient, tmp_path: Path
 ) -> None:
-    JobRollouts(client, tmp_path, sampling={"stop": ["x"], "top_p": 0.5})(["a"], trainer())
+    arguments = SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex="a+")
+    JobRollouts(client, tmp_path, sampling={"stop": ["x"], "top_p": 0.5})(["a"], trainer(args=arguments))
     [request] = job.received
     assert (0.7, 0.5, 8, True, ["x"]) == (
         request.sampling.temperature,
@@ -148,7 +149,8 @@ def test_trainers_sampling_settings_are_used_and_can_be_overridden(
         request.sampling.logprobs,
         request.sampling.stop,
     )
-    assert "min_p" not in request.sampling.model_fields_set  # setting it excludes drafting, even with its default value
+    assert {"regex": "a+"} == request.sampling.structured_outputs
+    assert "min_p" not in request.sampling.model_fields_set
 
 
 def test_weights_are_published_once_per_step_and_pinned(
@@ -294,10 +296,6 @@ def test_incomplete_rollout_is_an_error(
         ({"tools": [print]}, "play"),
         ({"model": type("Peft", (), {"peft_config": 1})()}, "PEFT"),
         ({"args": SimpleNamespace(use_vllm=False, generation_kwargs={"top_p": 0.5})}, r"top_p.*JobRollouts\(sampling="),
-        (
-            {"args": SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex="a+")},
-            "vllm_structured_outputs_regex",
-        ),
     ],
 )
 def test_unsupported_settings_are_rejected_before_anything_is_sent(

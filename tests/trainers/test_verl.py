@@ -414,7 +414,8 @@ def test_failed_rollout_is_an_error() -> None:
 
 
 def test_sampling_parameters_are_converted_or_rejected() -> None:
-    assert {"n": 1, "max_tokens": 5, "logprobs": False, "top_k": 0} == to_job_sampling({"top_k": -1, "min_p": 0.0}, 5)
+    expected = {"n": 1, "max_tokens": 5, "logprobs": False, "top_k": 0, "min_p": 0.0}
+    assert expected == to_job_sampling({"top_k": -1, "min_p": 0.0}, 5)
     assert 3 == to_job_sampling({"max_new_tokens": 3}, 5)["max_tokens"]
     assert to_job_sampling({"logprobs": 0}, 5)["logprobs"]
     assert "ignore_eos" not in to_job_sampling({"ignore_eos": False}, 5)

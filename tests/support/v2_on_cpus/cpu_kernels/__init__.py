@@ -3,8 +3,8 @@
 On CPUs, V2 runs its kernels in Triton's interpreter, where a step takes several tenths of a second. These
 implementations give the same results; uniform random numbers are equal bit for bit. They were written for vLLM 0.32
 and 0.33, and :func:`register` hands them to ``vllm.triton_utils.dispatcher``. Whatever is not in :func:`kernels` stays
-in the interpreter: grammars, bad words, log-probabilities of requested tokens, and drafters with models. So do the
-modes of a kernel that an implementation here lacks.
+in the interpreter: bad words, log-probabilities of requested tokens, and drafters with models. So do the modes of a
+kernel that an implementation here lacks.
 
 vLLM finds the plugin :func:`install` if the folder that contains this package is on ``PYTHONPATH``.
 

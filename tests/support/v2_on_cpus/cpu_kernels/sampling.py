@@ -1,9 +1,9 @@
 """Kernels that change logits, sample tokens without drafts and compute log-probabilities, in vLLM 0.32 and 0.33.
 
-These are the kernels of ``vllm/v1/worker/gpu/sample``. The samplers pass a float32 copy of the model's logits; other
-types run in the interpreter. The random number generators return the same numbers as V2's for the same seeds and
-positions: Murmur3 is that of ``gumbel.py``, Philox is ``triton.language.rand``. All arrays of random numbers have one
-row for each position.
+These are the kernels of ``vllm/v1/worker/gpu/sample``, and the one that applies grammars. The samplers pass a float32
+copy of the model's logits; other types run in the interpreter. The random number generators return the same numbers as
+V2's for the same seeds and positions: Murmur3 is that of ``gumbel.py``, Philox is ``triton.language.rand``. All arrays
+of random numbers have one row for each position.
 """
 
 from __future__ import annotations
@@ -353,7 +353,28 @@ def ranks(
     output_ptr.numpy()[:] = (logits >= chosen).sum(axis=1)
 
 
+def grammar_bitmask(
+    logits_ptr: Tensor,
+    logits_stride: int,
+    logits_indices_ptr: Tensor,
+    cu_num_logits_ptr: Tensor,
+    bitmask_ptr: Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Exclude the tokens that grammars do not permit (``structured_outputs._apply_grammar_bitmask_kernel``)."""
+    requests, positions = np.divmod(logits_indices_ptr.numpy(), MASK_STRIDE)
+    ends = cu_num_logits_ptr.numpy()
+    rows = ends[requests] + positions
+    for mask in np.flatnonzero(rows < ends[requests + 1]).tolist():
+        permitted = _unpack(bitmask_ptr.numpy()[mask], vocab_size)
+        logits_ptr[int(rows[mask]), :vocab_size][torch.from_numpy(~permitted)] = -torch.inf
+
+
 KERNELS: dict[str, Kernel] = {
+    "structured_outputs._apply_grammar_bitmask_kernel": grammar_bitmask,
     "sample.gumbel._temperature_kernel": temperature,
     "sample.min_p._min_p_kernel": min_p,
     "sample.penalties._penalties_kernel": penalties,

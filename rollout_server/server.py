@@ -42,6 +42,8 @@ async def build_app(
     names: Sequence[str],
     engine_spec: EngineSpec,
     arguments: Sequence[str] = (),
+    *,
+    transfer_backend: str,
 ) -> FastAPI:
     """Return vLLM's API server for a job.
 
@@ -51,6 +53,8 @@ async def build_app(
         names: names that HTTP requests may use for the model.
         engine_spec: settings of the job's engines.
         arguments: further command line arguments of vLLM's API server, for example ``--tool-call-parser=hermes``.
+        transfer_backend: vLLM's backend with which the engines receive weights from a trainer's memory; '' if they
+            receive none.
 
     Raises:
         ServerArgumentError: an argument cannot be used.
@@ -58,7 +62,7 @@ async def build_app(
     """
     check_vllm()
     from vllm import AsyncEngineArgs
-    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.config import DeviceConfig, VllmConfig, WeightTransferConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
     from vllm.reasoning import ReasoningParserManager
@@ -90,12 +94,14 @@ async def build_app(
     model_config = engine_args.create_model_config()
     # The server only tokenizes. It needs neither a GPU nor kernels for quantized weights.
     model_config.quantization = None
+    model_config.logprobs_mode = f"{engine_spec.logprobs_mode}_logprobs"
     vllm_config = VllmConfig(
         model_config=model_config,
         device_config=DeviceConfig(device="cpu"),
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
         lora_config=_lora_config(engine_spec),
+        weight_transfer_config=WeightTransferConfig(backend=transfer_backend) if transfer_backend else None,
     )
     engine = JobEngine(vllm_config, client)
     tasks = await engine.get_supported_tasks()

@@ -172,6 +172,7 @@ def serving(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     *,
     engine: Mapping[str, Any] = SMALL_CPU_ENGINE,
+    transfer_backend: str = "nccl",
 ) -> Iterator[str]:
     """Serve a job at the URL that is returned, until the block ends.
 
@@ -182,6 +183,7 @@ def serving(
         arguments: further arguments of vLLM's API server.
         wrap: adds middleware.
         engine: the engine's settings in the job's manifest.
+        transfer_backend: backend with which the engines receive weights from memory; '' if they receive none.
     """
     servers: list[uvicorn.Server] = []
     errors: list[BaseException] = []
@@ -189,7 +191,8 @@ def serving(
     async def run() -> None:
         address: dict[str, str] = {"uid": job.uid} if isinstance(job, LiveJob) else {"job": job.name}
         async with RequestClient.connect(url, **address, reconnect_timeout=2) as client:
-            app = await build_app(client, model, [MODEL_NAME], Engine.model_validate(engine), arguments)
+            spec = Engine.model_validate(engine)
+            app = await build_app(client, model, [MODEL_NAME], spec, arguments, transfer_backend=transfer_backend)
             server = uvicorn.Server(uvicorn.Config(wrap(as_asgi(app)), port=0, log_level="warning"))
             app.state.server, job_engine = server, app.state.engine_client
             servers.append(server)

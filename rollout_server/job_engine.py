@@ -25,9 +25,16 @@ class JobEngine(AsyncLLM):
     """vLLM's engine client, whose engine core is a rollout job.
 
     It differs from its base class in its construction, and in what it does to a request before it passes it on.
+
+    Args:
+        vllm_config: the server's configuration.
+        client: connection to the job.
+        reported_draft_length: maximum number of tokens of a draft, if responses have metrics of their drafts.
     """
 
-    def __init__(self, vllm_config: VllmConfig, client: RequestClient) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, client: RequestClient, reported_draft_length: int | None = None
+    ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
@@ -42,7 +49,7 @@ class JobEngine(AsyncLLM):
         self.end_tokens = model_end_tokens(self)
         """Tokens that end a response of the model."""
         self._conversations = Conversations(client, self.renderer.tokenizer, self.end_tokens)
-        self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations)
+        self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations, reported_draft_length)
         self.output_handler: asyncio.Task[None] | None = None
 
     def __del__(self) -> None:

@@ -350,8 +350,7 @@ def serve(
         async with RequestClient.connect(redis, name, uid=uid) as client:
             names = [job.spec.model.uri, job.metadata.name]
             try:
-                backend = job.spec.transfer_backend
-                app = await build_app(client, model, names, job.spec.engine, context.args, transfer_backend=backend)
+                app = await build_app(client, model, names, job.spec, context.args)
             except ServerArgumentError as error:
                 exit_with_error(EXIT_MANIFEST, str(error))
             await serve(

@@ -312,7 +312,7 @@ def test_clearing_the_cache_of_prefixes_succeeds(server: str) -> None:
 
 def test_a_job_says_what_it_does_not_have(job: ServedJob, redis_url: str, model: Path) -> None:
     engine = {**SMALL_CPU_ENGINE, "logprobsMode": "raw"}
-    with serving(job, redis_url, model, engine=engine, transfer_backend="") as url:
+    with serving(job, redis_url, model, engine=engine, weights={"transfer": "none"}) as url:
         config = httpx.get(f"{url}/server_info").json()["vllm_config"]
         assert config["lora_config"] is None
         assert config["weight_transfer_config"] is None

@@ -77,9 +77,12 @@ class JobEngineCore:
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, client: RequestClient, output_processor: OutputProcessor) -> None:
+    def __init__(
+        self, client: RequestClient, output_processor: OutputProcessor, reported_draft_length: int | None = None
+    ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._client, self._output_processor = client, output_processor
+        self._reported_draft_length = reported_draft_length
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._running: dict[str, tuple[Group, asyncio.Task[None]]] = {}
         """Request of vLLM's server → its group, and the task that receives the group's rollouts."""
@@ -221,7 +224,7 @@ class JobEngineCore:
 
     async def _sample(self, group: Group, prepared: PreparedRequest, context: RequestContext) -> None:
         """Receive the rollouts of a group."""
-        responses = [ResponseOutputs(request) for request in group.requests]
+        responses = [ResponseOutputs(request, self._reported_draft_length) for request in group.requests]
 
         def put_tokens(sample: int, tokens: Partial) -> None:
             self._put(responses[sample].append(tokens))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
 from rollout_api.arrays import routed_experts_array
@@ -26,10 +26,16 @@ _ENDS = {
 
 
 class ResponseOutputs:
-    """The outputs that vLLM's server builds one response from."""
+    """The outputs that vLLM's server builds one response from.
 
-    def __init__(self, request: EngineCoreRequest) -> None:
+    Args:
+        request: the request.
+        reported_draft_length: maximum number of tokens of a draft, if the response has metrics of its drafts.
+    """
+
+    def __init__(self, request: EngineCoreRequest, reported_draft_length: int | None = None) -> None:
         params = request.params
+        self._reported_draft_length = reported_draft_length
         self._request_id = request.request_id
         self._num_prompt_tokens = len(request.prompt_token_ids or ())
         self._prompt_token_ids = list(request.prompt_token_ids or ())
@@ -60,6 +66,8 @@ class ResponseOutputs:
             *self._outputs(remaining, None if is_ended_by_text else end, rollout.num_cached_tokens),
             EngineCoreOutputs(outputs=[last]),
         ]
+        if self._reported_draft_length is not None:
+            outputs[0].outputs[0].spec_decode_metrics = _draft_metrics(rollout, self._reported_draft_length)
         if rollout.routed_experts is not None:
             rows = routed_experts_array(rollout.routed_experts)
             outputs[0].outputs[0].routed_experts = rows[self._first_routed_token :]
@@ -129,6 +137,21 @@ class ResponseOutputs:
         # vLLM's server reads them one position after the other, so that they may have different lengths.
         rows: Any = token_rows, logprob_rows
         return LogprobsLists(*rows, sampled_token_ranks=ranks)
+
+
+def _draft_metrics(rollout: Rollout, max_draft_length: int) -> RequestSpecDecodeMetrics:
+    """Return a rollout's drafts as vLLM's scheduler counts them, except that all steps are counted.
+
+    vLLM leaves out the steps without a draft, which rollouts do not count.
+    """
+    metrics = RequestSpecDecodeMetrics.new(max_draft_length)
+    metrics.num_draft_tokens = rollout.num_draft_tokens
+    # A token that is no accepted draft token ends a step.
+    is_accepted = "".join("1" if source else "0" for source in rollout.token_sources or [])
+    for accepted in filter(None, is_accepted.split("0")):
+        metrics.histogram[min(len(accepted), max_draft_length)] += 1
+    metrics.histogram[0] = max(0, rollout.num_decoding_steps - sum(metrics.histogram))
+    return metrics
 
 
 def _sampling_mask(tokens: Partial, start: int, stop: int) -> SamplingMaskLists | None:

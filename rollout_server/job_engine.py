@@ -25,9 +25,16 @@ class JobEngine(AsyncLLM):
     """vLLM's engine client, whose engine core is a rollout job.
 
     It differs from its base class in its construction, and in what it does to a request before it passes it on.
+
+    Args:
+        vllm_config: the server's configuration.
+        client: connection to the job.
+        reported_draft_length: maximum number of tokens of a draft, if responses have metrics of their drafts.
     """
 
-    def __init__(self, vllm_config: VllmConfig, client: RequestClient) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, client: RequestClient, reported_draft_length: int | None = None
+    ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
@@ -44,7 +51,7 @@ class JobEngine(AsyncLLM):
         end_token = getattr(self.renderer.tokenizer, "eos_token_id", None)
         self.conversations = Conversations(client, self.end_tokens, end_token)
         """The conversations of the job."""
-        self.engine_core: Any = JobEngineCore(client, self.output_processor)
+        self.engine_core: Any = JobEngineCore(client, self.output_processor, reported_draft_length)
         self.output_handler: asyncio.Task[None] | None = None
 
     def __del__(self) -> None:

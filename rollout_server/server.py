@@ -16,12 +16,14 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
+from rollout_api.manifest.rollout_job import RolloutJobSpec
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_server.body_check import BodyCheckMiddleware
 from rollout_server.guided_fields import GuidedFieldsMiddleware
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
+from rollout_worker.policy.named_policies import max_draft_length
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ async def build_app(
     client: RequestClient,
     model: Path,
     names: Sequence[str],
-    engine_spec: EngineSpec,
+    spec: RolloutJobSpec,
     arguments: Sequence[str] = (),
 ) -> FastAPI:
     """Return vLLM's API server for a job.
@@ -52,7 +54,7 @@ async def build_app(
         client: connection to the job, which the caller closes.
         model: directory of the model's configuration and tokenizer.
         names: names that HTTP requests may use for the model.
-        engine_spec: settings of the job's engines.
+        spec: the job's specification.
         arguments: further command line arguments of vLLM's API server, for example ``--tool-call-parser=hermes``.
 
     Raises:
@@ -61,7 +63,7 @@ async def build_app(
     """
     check_vllm()
     from vllm import AsyncEngineArgs
-    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.config import DeviceConfig, VllmConfig, WeightTransferConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
     from vllm.reasoning import ReasoningParserManager
@@ -80,7 +82,7 @@ async def build_app(
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:
-        args = parser.parse_args([*_arguments(client, model, names, engine_spec), *arguments])
+        args = parser.parse_args([*_arguments(client, model, names, spec.engine), *arguments])
         validate_parsed_serve_args(args)
     except SystemExit:  # the parser has printed what is wrong
         raise ServerArgumentError(f"vLLM's API server does not accept {' '.join(arguments)}") from None
@@ -94,14 +96,16 @@ async def build_app(
     model_config = engine_args.create_model_config()
     # The server only tokenizes. It needs neither a GPU nor kernels for quantized weights.
     model_config.quantization = None
+    model_config.logprobs_mode = f"{spec.engine.logprobs_mode}_logprobs"
     vllm_config = VllmConfig(
         model_config=model_config,
         device_config=DeviceConfig(device="cpu"),
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
-        lora_config=_lora_config(engine_spec),
+        lora_config=_lora_config(spec.engine),
+        weight_transfer_config=WeightTransferConfig(backend=backend) if (backend := spec.transfer_backend) else None,
     )
-    engine = JobEngine(vllm_config, client)
+    engine = JobEngine(vllm_config, client, _reported_draft_length(spec, args.per_request_spec_decode_metrics))
     tasks = await engine.get_supported_tasks()
     # vLLM's own endpoints for adapters are left out, but its server must look up names that it does not know.
     os.environ.pop(_RESOLVE_ADAPTERS, None)
@@ -165,6 +169,26 @@ def _log_levels_kept() -> Iterator[None]:
         root.setLevel(level)
         for handler, handler_level in handlers:
             handler.setLevel(handler_level)
+
+
+def _reported_draft_length(spec: RolloutJobSpec, level: str) -> int | None:
+    """Return the maximum number of tokens of a draft, which metrics in responses report; None without such metrics.
+
+    Raises:
+        ServerArgumentError: the metrics are not available.
+    """
+    if level == "none":
+        return None
+    if level == "detailed":
+        raise ServerArgumentError(
+            "--per-request-spec-decode-metrics detailed: a job does not record the drafts of single steps; use summary"
+        )
+    if spec.speculation.policy == "off":
+        raise ServerArgumentError(
+            '--per-request-spec-decode-metrics: the job drafts nothing, because spec.speculation.policy is "off"; '
+            "remove the option"
+        )
+    return max_draft_length(spec.speculation.policy, spec.speculation.max_draft_tokens)
 
 
 def _lora_config(engine_spec: EngineSpec) -> Any:

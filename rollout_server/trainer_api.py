@@ -117,12 +117,14 @@ class TrainerApi:
     def server_info(self) -> Mapping[str, Any]:
         """Return the part of vLLM's configuration that trainers read, for ``/server_info``."""
         config = self._engine.vllm_config
-        lora = config.lora_config
+        lora, transfer = config.lora_config, config.weight_transfer_config
         return {
             "model_config": {
                 "dtype": str(config.model_config.dtype),
                 "max_model_len": config.model_config.max_model_len,
+                "logprobs_mode": config.model_config.logprobs_mode,
             },
+            "weight_transfer_config": None if transfer is None else {"backend": transfer.backend},
             "lora_config": None if lora is None else {"max_lora_rank": lora.max_lora_rank, "max_loras": lora.max_loras},
             "parallel_config": {
                 "data_parallel_size": 1,
@@ -289,9 +291,9 @@ class TrainerApi:
         """Say to SkyRL how weights can be published instead."""
         raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.NOT_IMPLEMENTED)
 
-    async def do_nothing(self) -> dict[str, str]:
+    async def do_nothing(self) -> dict[str, bool]:
         """Answer that it is done: engines clear their caches when they load weights, and the job has no sessions."""
-        return {"status": "ok"}
+        return {"success": True}
 
 
 class _NamedAdapterResolver(LoRAResolver):

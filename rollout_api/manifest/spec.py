@@ -82,8 +82,8 @@ class Environment(ManifestModel):
     )
 
     verifiers: Text | None = None
-    """Id of an environment of Prime Intellect's verifiers, which verifiers.load_environment loads. The package
-    verifiers and the environment have to be installed in the image."""
+    """Id of a taskset of Prime Intellect's verifiers 0.4; args is the configuration of its environment. The package
+    verifiers and the taskset have to be installed in the image."""
     entry_point: (
         Annotated[
             str,

@@ -153,8 +153,6 @@ class LoadedSource:
     problems: list[EnvironmentProblem]
     samples_itself: bool
     """Whether the environment itself asks for the responses, turn by turn."""
-    scores_groups: bool
-    """Whether rewards compare the rollouts of a problem."""
 
 
 def load_environment(spec: Environment, tokenizer: Any) -> LoadedSource:
@@ -184,7 +182,7 @@ def load_environment(spec: Environment, tokenizer: Any) -> LoadedSource:
     except ValueError as error:
         environment.close()
         raise ManifestError([FieldError(f"{_PATH}.{spec.field}", f"cannot be used: {error}")]) from None
-    return LoadedSource(environment, problems, loaded.samples_itself, loaded.scores_groups)
+    return LoadedSource(environment, problems, loaded.samples_itself)
 
 
 def _encode(problem_id: str, prompt: Sequence[int] | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:

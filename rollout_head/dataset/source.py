@@ -164,8 +164,6 @@ class TrajectorySource:
     environment: EnvironmentSupervisor
     server: LocalServer
     """The server that the environment samples from."""
-    scores_groups: bool
-    """Whether all rollouts of a problem have to be in one call."""
 
 
 def _trajectory_name(epoch: int, problem_id: str, sample: int) -> str:
@@ -211,8 +209,7 @@ class TrajectoryTrainer(DatasetTrainer):
         calls = []
         for problem in self._problems:
             missing = [s for s in samples if _trajectory_name(run.epoch, problem.problem_id, s) not in finished]
-            groups = [missing] if self._source.scores_groups else [[sample] for sample in missing]
-            calls += [self._run_trajectories(run, problem.problem_id, group) for group in groups if group]
+            calls += [self._run_trajectory(run, problem.problem_id, sample) for sample in missing]
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.gather(*tasks)
@@ -220,10 +217,10 @@ class TrajectoryTrainer(DatasetTrainer):
             await cancel_and_wait(*tasks)
         run.makespan = max((row.finished for row in run.from_this_run if row.finished is not None), default=0.0)
 
-    async def _run_trajectories(self, run: EpochRun, problem_id: str, samples: list[int]) -> None:
+    async def _run_trajectory(self, run: EpochRun, problem_id: str, sample: int) -> None:
         arguments = {
             "problem": problem_id,
-            "samples": samples,
+            "sample": sample,
             "epoch": run.epoch,
             "model": self._job.metadata.name,
             "url": self._source.server.url,
@@ -231,33 +228,26 @@ class TrajectoryTrainer(DatasetTrainer):
         }
         started = time.time()
         try:
-            results = await asyncio.wrap_future(self._source.environment.call("trajectories", arguments))
+            result = await asyncio.wrap_future(self._source.environment.call("trajectory", arguments))
         except EnvironmentCallError as error:
-            failure = {"type": str(error.error_type), "message": str(error)}
-            results = [{"sample": sample, "rollouts": [], "error": failure} for sample in samples]
+            result = {"rollouts": [], "error": {"type": str(error.error_type), "message": str(error)}}
         finished = time.time()
-        ledger = await self._read_ledger(result["rollouts"] for result in results)
-        kept: dict[str, dict[str, Any]] = {}
+        ledger = await self._read_ledger([result["rollouts"]])
+        name = _trajectory_name(run.epoch, problem_id, sample)
+        kept = {"problem": problem_id, "rollouts": result["rollouts"], "reward": result.get("reward")}
         errors: dict[str, RolloutError] = {}
-        rewards: dict[str, float] = {}
-        for result in results:
-            name = _trajectory_name(run.epoch, problem_id, result["sample"])
-            kept[name] = {"problem": problem_id, "rollouts": result["rollouts"], "reward": result.get("reward")}
-            if (failure := result.get("error")) is not None:
-                errors[name] = RolloutError(failure["type"], problem_id, failure["message"])
-            else:
-                rewards |= dict.fromkeys(result["rollouts"], result["reward"])
-        if rewards:
-            await self._client.report_rewards(rewards)
-        await self._results.record_trajectories(kept, errors)
-        for name, result in kept.items():
-            row = self._row(name, result, ledger, started - self._began, finished - self._began)
-            run.rollouts.append(row)
-            self.progress.done += 1
-            self.progress.all_done += 1
-            self._steps += row.num_decoding_steps
-            self._accepted += row.num_accepted_tokens
-            self.progress.accepted_per_step = self._accepted / max(1, self._steps)
+        if (failure := result.get("error")) is not None:
+            errors[name] = RolloutError(failure["type"], problem_id, failure["message"])
+        elif result["rollouts"]:
+            await self._client.report_rewards(dict.fromkeys(result["rollouts"], result["reward"]))
+        await self._results.record_trajectories({name: kept}, errors)
+        row = self._row(name, kept, ledger, started - self._began, finished - self._began)
+        run.rollouts.append(row)
+        self.progress.done += 1
+        self.progress.all_done += 1
+        self._steps += row.num_decoding_steps
+        self._accepted += row.num_accepted_tokens
+        self.progress.accepted_per_step = self._accepted / max(1, self._steps)
 
     async def _read_ledger(self, rollouts: Iterable[list[str]]) -> dict[str, LedgerEntry]:
         """Return the ledger entries of rollouts by their ids."""
@@ -311,8 +301,6 @@ class Dataset:
     """The environment that the problems belong to."""
     samples_itself: bool = False
     """Whether the environment itself asks for the responses, turn by turn."""
-    scores_groups: bool = False
-    """Whether its rewards compare the rollouts of a problem."""
 
     def close(self) -> None:
         """End the environment's process."""
@@ -360,7 +348,6 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
         tokenizer,
         loaded.environment,
         samples_itself=loaded.samples_itself,
-        scores_groups=loaded.scores_groups,
     )
     try:
         _check_requests(job, loaded.problems, len(tokenizer))
@@ -420,7 +407,7 @@ async def run_dataset(
         }
         if dataset.environment is not None and dataset.samples_itself:
             local_server = await stack.enter_async_context(LocalServer(setup))
-            source = TrajectorySource(dataset.environment, local_server, dataset.scores_groups)
+            source = TrajectorySource(dataset.environment, local_server)
             trainer: DatasetTrainer = TrajectoryTrainer(source, setup.job, baselines=(), **arguments)
         else:
             trainer = DatasetTrainer(setup.job, environment=dataset.environment, baselines=baselines, **arguments)

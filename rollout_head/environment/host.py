@@ -33,7 +33,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -94,8 +93,8 @@ class TimeBudget:
 class RolloutRecord:
     """One rollout of a trajectory: its identity, and the responses that were sampled for it."""
 
-    def __init__(self, call: Mapping[str, Any], sample: int, budget: TimeBudget) -> None:
-        self.call, self.sample, self.budget = call, sample, budget
+    def __init__(self, call: Mapping[str, Any], budget: TimeBudget) -> None:
+        self.call, self.budget = call, budget
         self.rollout_ids: list[str] = []
         """Ids of the sampled responses."""
         self._occurrences: dict[bytes, int] = {}
@@ -108,7 +107,7 @@ class RolloutRecord:
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
         occurrence = self._occurrences[digest] = self._occurrences.get(digest, 0) + 1
-        identity = [self.call["epoch"], self.call["problem"], self.sample, digest.hex(), occurrence]
+        identity = [self.call["epoch"], self.call["problem"], self.call["sample"], digest.hex(), occurrence]
         key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         return {
             "Idempotency-Key": f"environment-{self.call['epoch']}-{key}",
@@ -120,10 +119,6 @@ class RolloutRecord:
         """Record the response with these HTTP headers."""
         if entry := headers.get("X-Rollout-Request-Ids"):
             self.rollout_ids.append(f"{entry}/0/{headers.get('X-Rollout-Turn') or 0}")
-
-
-current_rollout: ContextVar[Any] = ContextVar("current_rollout")
-"""The rollout, or the group of rollouts, that a task of verifiers samples for."""
 
 
 class Calls:
@@ -212,11 +207,6 @@ class PythonEnvironment:
         """Whether the environment itself asks for responses."""
         return self._reply is not None
 
-    @property
-    def scores_groups(self) -> bool:
-        """Whether all rollouts of a problem have to be in one call."""
-        return False
-
     async def load_problems(self, limit: int | None) -> list[dict[str, Any]]:
         """Return the problems' ids and prompts.
 
@@ -255,13 +245,12 @@ class PythonEnvironment:
         response = {"role": "assistant", "content": call["text"], "token_ids": call["token_ids"]}
         return await self._score(call, problem, [*conversation, response])
 
-    async def trajectories(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
-        """Run the trajectory of the only sample in *call*."""
-        (sample,) = call["samples"]
-        record = RolloutRecord(call, sample, budget)
+    async def trajectory(self, call: Mapping[str, Any], budget: TimeBudget) -> dict[str, Any]:
+        """Run a trajectory; return its rollouts, and its reward or its error."""
+        record = RolloutRecord(call, budget)
         problem = self._problem(call["problem"])
         messages = list(_plain_prompt(_field(problem, "prompt"), call["problem"]))
-        result: dict[str, Any] = {"sample": sample, "rollouts": record.rollout_ids}
+        result: dict[str, Any] = {"rollouts": record.rollout_ids}
         try:
             while True:
                 messages.append({"role": "assistant", "content": await self._sample(messages, record)})
@@ -272,7 +261,7 @@ class PythonEnvironment:
             result["reward"] = await self._score(call, problem, messages)
         except Exception as error:
             result["error"] = as_error(error)
-        return [result]
+        return result
 
     async def _score(self, call: Mapping[str, Any], problem: Any, messages: list[Any]) -> float:
         return as_reward(await self._calls.run(call["call"], self._environment.reward, problem, messages))
@@ -549,7 +538,7 @@ class Host:
             return await self._load(call)
         if call["op"] == "reward":
             return await self._environment.reward(call)
-        return await self._environment.trajectories(call, budget)
+        return await self._environment.trajectory(call, budget)
 
     async def _load(self, call: Mapping[str, Any]) -> dict[str, Any]:
         if call["verifiers"] is not None:
@@ -561,7 +550,6 @@ class Host:
         return {
             "problems": problems if call["with_problems"] else [],
             "samples_itself": environment.samples_itself,
-            "scores_groups": environment.scores_groups,
         }
 
 

@@ -86,8 +86,6 @@ class LoadedEnvironment:
     """The id and the prompt of each problem: messages or token ids, and nothing if only the environment knows it."""
     samples_itself: bool
     """Whether the environment itself asks for the responses, turn by turn."""
-    scores_groups: bool
-    """Whether rewards compare the rollouts of a problem, so that they have to be in one call."""
 
 
 @dataclass
@@ -163,7 +161,7 @@ class EnvironmentSupervisor:
         """Call the environment, from any thread.
 
         Args:
-            operation: ``reward`` or ``trajectories``.
+            operation: ``reward`` or ``trajectory``.
             arguments: what the operation needs, as data for JSON.
 
         Returns:

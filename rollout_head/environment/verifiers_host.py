@@ -1,82 +1,66 @@
 """Runs environments of ``verifiers`` in an environment's process. The environments themselves are unmodified.
 
-An environment runs its rollouts and their scoring itself, and samples with a client that sends its requests to the
-job's HTTP server.
+An environment runs its agents and their scoring itself. What an agent's program asks of the model goes through
+verifiers' interception server, whose client sends it to the job's HTTP server.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
-import verifiers as vf
-from environment_host import (
-    CallError,
-    RolloutRecord,
-    TimeBudget,
-    UsageError,
-    as_error,
-    as_reward,
-    check_header,
-    current_rollout,
-)
-from verifiers.clients import OpenAIChatCompletionsClient
+import verifiers.v1 as vf
+from environment_host import CallError, RolloutRecord, TimeBudget, UsageError, as_error, as_reward, check_header
+from verifiers.v1.clients import EvalClientConfig, ModelContext
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.clients.eval import EvalClient
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.interception import server as interception_server
+from verifiers.v1.utils.loaders import import_taskset, load_environment, resolve_env_config
 
 _TOKEN_VARIABLE = "ROLLOUT_ENVIRONMENT_TOKEN"  # noqa: S105  # the name of a variable
-_MAX_RETRIES = 1000
-"""Number of times a request is repeated while the job's HTTP server is restarted or has no room."""
-_TIMEOUT_S = 7 * 24 * 3600.0
-"""Time limit of a request, which may wait until there are workers."""
+_RETRIED_STATUSES = (429, 500, 502, 503, 504)
+"""Statuses of the job's HTTP server while it is restarted or has no room."""
+_RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)
 
 
-class JobClient(OpenAIChatCompletionsClient):
-    """Samples the responses of rollouts from the job."""
+class JobClient(EvalClient):
+    """Sends the requests of agents to the job.
 
-    def __init__(self, url: str, token: str) -> None:
-        os.environ[_TOKEN_VARIABLE] = token
-        super().__init__(
-            vf.ClientConfig(api_base_url=url, api_key_var=_TOKEN_VARIABLE, max_retries=_MAX_RETRIES, timeout=_TIMEOUT_S)
-        )
-        # There is no public way to read the headers of responses that openai has parsed.
-        self.client._client.event_hooks["response"].append(self._record)
+    Args:
+        config: address of the job's HTTP server.
+        records: id of a trace of verifiers → the rollout that it belongs to.
+    """
 
-    async def get_response(self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **kwargs: Any) -> Any:
-        """Sample the next response of a rollout."""
-        record = current_rollout.get()
-        if isinstance(record, Group):
-            # Each rollout is a task, with a context of its own.
-            record = record.record_of(str(kwargs["state"]["trajectory_id"]))
-            current_rollout.set(record)
-        with record.budget.paused():
-            return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
+    def __init__(self, config: EvalClientConfig, records: Mapping[str, RolloutRecord]) -> None:
+        super().__init__(config)
+        self._records = records
 
-    async def get_native_response(
-        self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **kwargs: Any
-    ) -> Any:
-        """Send a request. openai's client repeats it with the same headers."""
-        body = json.dumps([prompt, sampling_args, tools], sort_keys=True, default=str).encode()
-        headers = {**(kwargs.pop("extra_headers", None) or {}), **current_rollout.get().headers(body)}
-        return await super().get_native_response(prompt, model, sampling_args, tools, extra_headers=headers, **kwargs)
+    async def _request(self, url: str, body: dict[str, Any], headers: Any, *, stream: bool = False) -> Any:
+        """Send a request until the job answers, and return the whole response, also if it is a stream.
 
-    async def _record(self, response: Any) -> None:
-        if response.status_code == 200:
-            current_rollout.get().record(response.headers)
-
-
-class Group:
-    """The rollouts of one call, which are those of one problem."""
-
-    def __init__(self, call: Mapping[str, Any], budget: TimeBudget) -> None:
-        self._records = [RolloutRecord(call, sample, budget) for sample in call["samples"]]
-        self._by_trajectory: dict[str, RolloutRecord] = {}
-
-    def record_of(self, trajectory: str) -> RolloutRecord:
-        """Return the rollout that verifiers knows under this id. The rollouts of a group begin alike."""
-        if trajectory not in self._by_trajectory:
-            self._by_trajectory[trajectory] = self._records[len(self._by_trajectory)]
-        return self._by_trajectory[trajectory]
+        The events of a stream are passed on when the response is complete anyway.
+        """
+        record = self._records.get(headers.get(SESSION_ID_HEADER, ""))
+        if record is not None:
+            headers.update(record.headers(json.dumps(body, sort_keys=True).encode()))
+        with nullcontext() if record is None else record.budget.paused():
+            for delay in itertools.chain(_RETRY_DELAYS_S, itertools.repeat(_RETRY_DELAYS_S[-1])):
+                try:
+                    response = await super()._request(url, body, headers)
+                    break
+                except ProviderError as error:
+                    if error.status_code not in _RETRIED_STATUSES:
+                        raise
+                await asyncio.sleep(delay)
+        if record is not None:
+            record.record(response.headers)
+        return response
 
 
 class VerifiersEnvironment:
@@ -86,84 +70,95 @@ class VerifiersEnvironment:
 
     def __init__(self, name: str, environment: Any) -> None:
         self._name, self._environment = name, environment
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._client: JobClient | None = None
-        self._client_key = ("", "")
+        self._tasks: dict[str, Any] = {}
+        self._records: dict[str, RolloutRecord] = {}
+        self._clients: set[tuple[str, str]] = set()
+        self._services = AsyncExitStack()
 
     @classmethod
     def create(cls, name: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
-        """Load the environment with the id *name*.
+        """Load the environment of the taskset with the id *name*; *arguments* is the configuration of the environment.
 
         Raises:
             UsageError: if it is not installed.
             Exception: what loading it raises.
         """
-        module = name.replace("-", "_").rpartition("/")[2]
         try:
-            return cls(name, vf.load_environment(name, **arguments))
-        except (ModuleNotFoundError, ValueError) as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, ModuleNotFoundError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None or cause.name != module:
+            import_taskset(name)
+        except ModuleNotFoundError as error:
+            module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+            cause = error.__cause__
+            if not isinstance(cause, ModuleNotFoundError) or cause.name != module:
                 raise
             raise UsageError(
                 f"verifiers finds no environment {name!r}, because there is no module {module}; install its package "
                 "into an image that is based on the worker's (spec.image), or add its directory to PYTHONPATH"
             ) from None
-
-    @property
-    def scores_groups(self) -> bool:
-        """Whether rewards compare the rollouts of a problem."""
-        return bool(self._environment.requires_group_rollouts)
+        taskset = {**arguments.get("taskset", {}), "id": name}
+        return cls(name, load_environment(resolve_env_config({**arguments, "taskset": taskset})))
 
     async def load_problems(self, limit: int | None) -> list[dict[str, Any]]:
-        """Return the ids of the problems. Their prompts are only known to the environment.
+        """Return the ids of the problems, and start the services that all rollouts share.
+
+        The prompts of the problems are only known to the environment.
 
         Raises:
-            UsageError: if two have the same id.
+            UsageError: if two problems have the same id, or there is no end of them.
         """
-        for row in self._environment.get_dataset(n=-1 if limit is None else limit):
-            problem = f"{self._name}/{row['example_id']}"
+        taskset = self._environment.taskset
+        if limit is None and not taskset.bounded:
+            raise UsageError(f"the taskset {self._name!r} has no end; set maxProblems")
+        for task in taskset if limit is None else taskset.take(limit):
+            number = task.data.idx if task.data.id is None else task.data.id
+            problem = f"{self._name}/{number}"
             check_header(problem)
-            if problem in self._rows:
-                raise UsageError(f"two problems of the dataset have the example_id {row['example_id']!r}")
-            self._rows[problem] = dict(row)
-        return [{"id": problem, "prompt": []} for problem in self._rows]
+            if problem in self._tasks:
+                raise UsageError(f"two tasks of the taskset have the id {number!r}")
+            self._tasks[problem] = task
+        await self._services.enter_async_context(self._environment.serving())
+        return [{"id": problem, "prompt": []} for problem in self._tasks]
 
-    async def trajectories(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
-        """Run the trajectories of one problem; return the reward or the error of each."""
-        row = self._rows.get(call["problem"])
-        if row is None:
-            raise CallError("exception", f"the dataset has no problem {call['problem']!r} since the process restarted")
-        client = self._client_of(call["url"], call["token"])
-        group = Group(call, budget)
-        current_rollout.set(group)
-        inputs: list[Any] = [row for _ in call["samples"]]
-        options = {"sampling_args": {}, "state_columns": ["trajectory_id"]}
-        if self.scores_groups:
-            outputs = await self._environment.run_group(inputs, client, call["model"], **options)
-        else:
-            outputs = [await self._environment.run_rollout(inputs[0], client, call["model"], **options)]
-        results = []
-        for sample, output in zip(call["samples"], outputs, strict=True):
-            result = {"sample": sample, "rollouts": group.record_of(output["trajectory_id"]).rollout_ids}
-            try:
-                if output.get("error") is not None:
-                    raise CallError("exception", _error_text(output["error"]))
-                result["reward"] = as_reward(output["reward"])
-            except CallError as error:
-                result["error"] = as_error(error)
-            results.append(result)
-        return results
+    async def trajectory(self, call: Mapping[str, Any], budget: TimeBudget) -> dict[str, Any]:
+        """Run an episode; return its rollouts, and its reward or its error."""
+        task = self._tasks.get(call["problem"])
+        if task is None:
+            raise CallError("exception", f"the taskset has no task {call['problem']!r} since the process restarted")
+        record = RolloutRecord(call, budget)
+        context = ModelContext(call["model"], self._client_config(call["url"], call["token"]))
+        traces: list[str] = []
 
-    def _client_of(self, url: str, token: str) -> JobClient:
-        if self._client is None or self._client_key != (url, token):
-            self._client, self._client_key = JobClient(url, token), (url, token)
-        return self._client
+        def start(trace: vf.Trace) -> None:
+            traces.append(trace.id)
+            self._records[trace.id] = record
 
+        try:
+            episode = await self._environment.run_episode(task, context, on_trace=start)
+        finally:
+            for trace in traces:
+                self._records.pop(trace)
+        result: dict[str, Any] = {"rollouts": record.rollout_ids}
+        try:
+            if not episode.ok:
+                errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+                reasons = [f"{error.type}: {error.message}" for error in errors]
+                raise CallError("exception", reasons[-1] if reasons else "the episode has ended without a result")
+            trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+            result["reward"] = as_reward(sum(trace.reward for trace in trained))
+        except CallError as error:
+            result["error"] = as_error(error)
+        return result
 
-def _error_text(error: Any) -> str:
-    if isinstance(error, Mapping):
-        return str(error.get("error_chain_str") or error.get("error_chain_repr") or error.get("error") or error)
-    return str(error)
+    def _client_config(self, url: str, token: str) -> EvalClientConfig:
+        """Return the configuration of the client for a server of the job."""
+        os.environ[_TOKEN_VARIABLE] = token
+        config = EvalClientConfig(base_url=url, api_key_var=_TOKEN_VARIABLE)
+        if (url, token) not in self._clients:
+            self._clients.add((url, token))
+            resolve_client = interception_server.resolve_client
+
+            def resolve(other: Any) -> Any:
+                return JobClient(config, self._records) if other == config else resolve_client(other)
+
+            # verifiers has no parameter for a client of one's own.
+            interception_server.resolve_client = resolve
+        return config

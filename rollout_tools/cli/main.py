@@ -351,7 +351,7 @@ def serve(
         try:
             names = [job.spec.model.uri, job.metadata.name]
             try:
-                app = await build_app(client, model, names, job.spec.engine, context.args)
+                app = await build_app(client, model, names, job.spec, context.args)
             except ServerArgumentError as error:
                 exit_with_error(EXIT_MANIFEST, str(error))
             await serve(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.weights.gloo import GLOO
 from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.control_groups import usable_cores
 from rollout_worker.engine.config import EngineConfig
@@ -39,19 +38,9 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
         cpu=job.spec.workers.gpus_per_worker == 0,
         cores=cores_per_engine(job, engines_per_machine=setup.engines_per_machine),
         drafting=drafting,
-        weight_transfer=transfer_backend(job),
+        weight_transfer=job.spec.transfer_backend,
         overrides=setup.overrides or {},
     )
-
-
-def transfer_backend(job: RolloutJob) -> str:
-    """Return the backend of vLLM's weight transfer from a trainer's memory; '' if there is none."""
-    choice = job.spec.weights.transfer
-    if choice == "none":
-        return ""
-    if job.spec.workers.gpus_per_worker == 0:
-        return GLOO
-    return "nccl" if choice == "auto" else choice
 
 
 def cores_per_engine(job: RolloutJob, *, engines_per_machine: int) -> int:

@@ -142,28 +142,21 @@ def test_a_python_environment_replies_turn_by_turn(tmp_path: Path, redis_server:
 
 @needs_verifiers
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.nightly), TURNS])
-def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: str, turns: int) -> None:
-    settings = {"turns": turns, "marker": str(tmp_path / "died"), "groups": turns == 1}
+def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: str) -> None:
+    settings = {"turns": TURNS, "marker": str(tmp_path / "died")}
     environment = {"verifiers": "sums-for-verifiers", "args": settings, "python": str(VERIFIERS)}
-    job = EnvironmentJob(tmp_path, redis_server, f"verifiers-environment-{turns}", environment, epochs=2)
+    job = EnvironmentJob(tmp_path, redis_server, "verifiers-environment", environment, epochs=2)
     report = job.run()
 
     for epoch in (1, 2):
         rows = by_problem(report, epoch)
         assert {f"sums-for-verifiers/{number}" for number in range(3)} == rows.keys()
         for number in (0, 1):
-            rewards = sorted(row["reward"] for row in rows[f"sums-for-verifiers/{number}"])
-            assert ([1.0, 1.125] if turns == 1 else [3.0, 3.0]) == rewards
-        last = rows["sums-for-verifiers/2"]
-        if turns == 1:
-            assert [1.0, 1.125] == sorted(row["reward"] for row in last)
-        else:
-            assert all("this sum has no successor" in row["error"] for row in last)
-    assert (turns == TURNS) == (tmp_path / "died").exists()
-    assert (1 if turns == TURNS else 0) == report["environment_restarts"]
-    sampled = SAMPLES * 3 if turns == 1 else SAMPLES * (2 * TURNS + 1)
-    assert 2 * sampled == job.sampled() == len(job.in_history())
+            assert [3.0, 3.0] == [row["reward"] for row in rows[f"sums-for-verifiers/{number}"]]
+        assert all("this sum has no successor" in row["error"] for row in rows["sums-for-verifiers/2"])
+    assert (tmp_path / "died").exists()
+    assert 1 == report["environment_restarts"]
+    assert 2 * SAMPLES * (2 * TURNS + 1) == job.sampled() == len(job.in_history())
 
 
 @pytest.mark.timeout(600)

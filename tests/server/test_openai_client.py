@@ -8,6 +8,7 @@ import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, RolloutRequest
-from tests.support.served_job import MODEL_NAME, ServedJob, answering, while_calling
+from rollout_api.protocol.history_encoding import encode_draft_sources
+from rollout_server.server import ServerArgumentError
+from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -560,6 +563,51 @@ def test_routed_experts_have_vllms_form(server: str, job: ServedJob, start: int)
     [choice] = while_calling(call, answer)["choices"]
     rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     assert [[[position, 300]] * 2 for position in range(start, 3 + len(choice["token_ids"]) - 1)] == rows.tolist()
+
+
+def test_metrics_of_drafts_have_vllms_form(job: ServedJob, redis_url: str, model: Path) -> None:
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        rollout = job.rollout(request, 0, "one two three four five six")
+        # One step without an accepted token, one with two of them, and then steps with none.
+        codes = bytes([0, 1, 2]).ljust(rollout.num_tokens, b"\0")
+        counts = {"num_decoding_steps": rollout.num_tokens - 2, "num_draft_tokens": 5, "num_accepted_tokens": 2}
+        job.keep(request, rollout.model_copy(update={"draft_sources": encode_draft_sources(codes), **counts}))
+        job.delete_request(request)
+
+    arguments = ["--per-request-spec-decode-metrics", "summary"]
+    with (
+        serving(job, redis_url, model, arguments, speculation={"maxDraftTokens": 4}) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+    ):
+
+        def ask(**options: Any) -> Any:
+            return client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, **options)
+
+        response = while_calling(ask, answer)
+        *_, last = while_calling(lambda: list(ask(stream=True, stream_options={"include_usage": True})), answer)
+    num_steps = response.usage.completion_tokens - 2
+    for metrics in (response.metrics["speculative_decoding"], last.metrics["speculative_decoding"]):
+        assert [num_steps - 1, 0, 1, 0, 0] == metrics["acceptance_histogram"]
+        assert (2, 5, num_steps) == tuple(
+            metrics[name] for name in ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
+        )
+        assert pytest.approx(0.4) == metrics["draft_acceptance_rate"]
+
+
+@pytest.mark.parametrize(
+    ("level", "speculation", "advice"),
+    [("detailed", {}, "use summary"), ("summary", {"policy": "off"}, "remove the option")],
+)
+def test_metrics_that_a_job_does_not_have_are_refused(
+    job: ServedJob, redis_url: str, model: Path, level: str, speculation: dict[str, str], advice: str
+) -> None:
+    arguments = [f"--per-request-spec-decode-metrics={level}"]
+    with (
+        pytest.raises(ServerArgumentError, match=advice),
+        serving(job, redis_url, model, arguments, speculation=speculation),
+    ):
+        pass
 
 
 def _expected_prompt_logprobs(job: ServedJob, prompt: str, count: int) -> list[dict[str, float] | None]:

@@ -328,18 +328,28 @@ def test_adapters_that_cannot_be_loaded_are_refused(server: str, body: dict[str,
 
 
 def test_the_server_describes_itself_as_trl_reads_it(server: str) -> None:
-    # trl.experimental.async_grpo.vllm_client and select_adapter_sync, in TRL 1.8
+    # trl.experimental.async_grpo.vllm_client and select_adapter_sync; trl.generation.vllm_client, in TRL 1.16
     config = httpx.get(f"{server}/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert "torch.float32" == config["model_config"]["dtype"]
+    assert "processed_logprobs" == config["model_config"]["logprobs_mode"]
+    assert {"backend": "nccl"} == config["weight_transfer_config"]
     assert 1 == config["parallel_config"]["data_parallel_size"]
     assert 8 == config["lora_config"]["max_lora_rank"]
     assert config["lora_config"]["max_loras"] > 100
     assert 256 == httpx.get(f"{server}/v1/models").json()["data"][0]["max_model_len"]
 
 
-def test_a_job_without_adapters_says_so(job: ServedJob, redis_url: str, model: Path) -> None:
-    with serving(job, redis_url, model) as url:
-        assert httpx.get(f"{url}/server_info").json()["vllm_config"]["lora_config"] is None
+def test_clearing_the_cache_of_prefixes_succeeds(server: str) -> None:
+    assert post(f"{server}/reset_prefix_cache").json()["success"]
+
+
+def test_a_job_says_what_it_does_not_have(job: ServedJob, redis_url: str, model: Path) -> None:
+    engine = {**SMALL_CPU_ENGINE, "logprobsMode": "raw"}
+    with serving(job, redis_url, model, engine=engine, weights={"transfer": "none"}) as url:
+        config = httpx.get(f"{url}/server_info").json()["vllm_config"]
+        assert config["lora_config"] is None
+        assert config["weight_transfer_config"] is None
+        assert "raw_logprobs" == config["model_config"]["logprobs_mode"]
         reply = post(f"{url}/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/adapters/1"})
         assert 400 == reply.status_code
         assert "maxLoraRank is 0" in reply.json()["error"]["message"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +16,14 @@ from safetensors.numpy import save_file
 from starlette.types import ASGIApp
 
 from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, RoutedExperts, WeightSpan, encode
-from rollout_api.manifest.spec import Engine
+from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
 from rollout_store.models.model_source import load_tokenizer
 from scripts.tiny_model.tokenizer import build_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.in_process_job import LiveJob
-from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.waiting import wait_for
 
 T = TypeVar("T")
@@ -170,8 +170,7 @@ def serving(
     model: Path,
     arguments: Sequence[str] = (),
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-    *,
-    engine: Mapping[str, Any] = SMALL_CPU_ENGINE,
+    **sections: Any,
 ) -> Iterator[str]:
     """Serve a job at the URL that is returned, until the block ends.
 
@@ -181,15 +180,17 @@ def serving(
         model: directory of the model's configuration and tokenizer.
         arguments: further arguments of vLLM's API server.
         wrap: adds middleware.
-        engine: the engine's settings in the job's manifest.
+        **sections: further sections of the job's specification.
     """
+    defaults = {"engine": SMALL_CPU_ENGINE, "sampling": {"maxTokens": 64}}
+    spec = RolloutJob.model_validate(rollout_job(**defaults | sections)).spec
     servers: list[uvicorn.Server] = []
     errors: list[BaseException] = []
 
     async def run() -> None:
         address: dict[str, str] = {"uid": job.uid} if isinstance(job, LiveJob) else {"job": job.name}
         async with RequestClient.connect(url, **address, reconnect_timeout=2) as client:
-            app = await build_app(client, model, [MODEL_NAME], Engine.model_validate(engine), arguments)
+            app = await build_app(client, model, [MODEL_NAME], spec, arguments)
             server = uvicorn.Server(uvicorn.Config(wrap(as_asgi(app)), port=0, log_level="warning"))
             app.state.server, job_engine = server, app.state.engine_client
             servers.append(server)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,39 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Environment variables of the trainer's process, with which vLLM starts on CPUs."""
+PER_STEP = 16
+"""Rollouts of a step of :func:`train`."""
+
+
+@dataclass
+class Training:
+    """What a training has sampled."""
+
+    log: list[dict[str, Any]]
+    """TRL's log, one entry per step."""
+    sampled: list[list[int]]
+    """Tokens of the responses."""
+    stats: dict[str, Any]
+    """The drafter's statistics; empty without one."""
+
+
+def train(output: Path, variables: Mapping[str, str], **settings: Any) -> Training:
+    """Run TRL's GRPOTrainer in a process of its own, over the same four prompts in each step.
+
+    Args:
+        output: directory that is created.
+        variables: environment variables.
+        **settings: of ``GRPOConfig``; ``max_steps`` is required.
+    """
+    output.mkdir()
+    command = [sys.executable, "-m", "tests.support.trl_on_cpu", "--output", str(output)]
+    command += ["--settings", json.dumps(settings)]
+    with (output / "log").open("w") as log:
+        code = subprocess.run(command, env={**os.environ, **variables}, stdout=log, stderr=log).returncode
+    assert 0 == code, (output / "log").read_text()[-4000:]
+    training = Training(**json.loads((output / "training.json").read_text()))
+    assert settings["max_steps"] * PER_STEP == len(training.sampled)
+    return training
 
 
 def install() -> None:
@@ -119,7 +155,12 @@ def main() -> None:
         [problem["question"] for problem in problems],
         length_reward,
         args.output,
-        **{"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 100, **args.settings},
+        **{
+            "per_device_train_batch_size": PER_STEP,
+            "num_generations": 4,
+            "max_completion_length": 100,
+            **args.settings,
+        },
     )
     trainer.train()
     (stats,) = trainer.vllm_generation.llm.collective_rpc("das_stats") if "DAS_DRAFTING" in os.environ else [{}]

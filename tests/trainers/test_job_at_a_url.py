@@ -1,4 +1,4 @@
-"""Trainers that reach a real job by a URL: TRL's AsyncGRPOTrainer, verifiers, SkyRL's client, and the calls of slime.
+"""Trainers that reach a real job by a URL: TRL's two trainers, verifiers, SkyRL's client, and the calls of slime.
 
 The trainer of ``examples/trl_async_grpo`` is not modified. It assumes a GPU in some places, which
 ``tests/support/async_grpo_on_cpu`` fills in.
@@ -11,8 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,13 +24,18 @@ import torch
 import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from trl.generation.vllm_client import VLLMClient
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_store.models.model_source import default_cache, load_tokenizer
 from rollout_tools.tiny_model import ensure
-from tests.support.history_contents import rollout_ids_in
+from tests.support.history_contents import read_rollouts, rollout_ids_in
 from tests.support.reference_model import make_adapter
+from tests.support.responses import MAX_LOGPROB_ERROR
+from tests.support.tool_calling_model import CHAT_TEMPLATE, train_on
+from tests.support.trl_on_cpu import PER_STEP
+from tests.support.trl_on_cpu import train as train_in_server_mode
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -38,12 +43,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
 SKYRL = ROOT / ".venv" / "skyrl"
 VERIFIERS = ROOT / ".venv" / "verifiers" / "bin" / "python"
+ENVIRONMENTS = ROOT / "tests" / "support" / "environments"
 EXAMPLE = ROOT / "examples" / "trl_async_grpo"
 CLIENTS = ROOT / "tests" / "support" / "http_clients"
 WITH_TESTS = {**os.environ, "PYTHONPATH": str(ROOT)}
 """Environment of programs that import the tests' modules."""
 HISTORY = HistoryKeys("default", "trl-async-grpo")
-STEPS, FULL_STEPS = 24, 4
+STEPS, FULL_STEPS, SERVER_MODE_STEPS = 24, 4, 20
 ADAPTERS_IN_USE = 3
 """A trainer with a max_staleness of 2 keeps the names of as many adapters."""
 
@@ -93,9 +99,12 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     file, port = directory / "job.yaml", free_port()
     file.write_text(yaml.safe_dump(manifest))
     common = ["-f", str(file), "--redis", redis_server]
+    template = directory / "template.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser=hermes", f"--chat-template={template}"]
     commands = {
         "run": ["run", *common, "--no-compare", "--state-dir", str(directory / "state")],
-        "serve": ["serve", *common, "--port", str(port)],
+        "serve": ["serve", *common, "--port", str(port), *tools],
     }
     processes: list[subprocess.Popen[bytes]] = []
     logs = {name: directory / f"{name}.log" for name in commands}
@@ -113,7 +122,7 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             with logs[name].open("w") as log:
                 arguments = [sys.executable, "-m", "rollout_tools.cli", *command]
                 processes.append(subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT))
-        wait_for(is_healthy, 180, "the server does not start")
+        wait_for(is_healthy, 600, "the server does not start")
         yield url, directory
     finally:
         for process in reversed(processes):
@@ -247,48 +256,93 @@ def test_skyrls_sender_sends_all_weights(job: tuple[str, Path]) -> None:
     assert_samples_from(url, checkpoint)
 
 
-@pytest.mark.parametrize("client_type", ["openai_chat_completions", "renderer"])
-def test_an_environment_of_verifiers_continues_from_the_sampled_tokens(
-    job: tuple[str, Path], redis_server: str, client_type: str
-) -> None:
+def run_environment(
+    url: str, directory: Path, environment: dict[str, Any], client: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Run an environment of verifiers; return its rollouts, and the header X-Rollout-Prefix of each response.
+
+    verifiers installs the packages of its programs with uv. ``tests/support/environments/uv`` says that they are there.
+    """
     if not VERIFIERS.exists():
         pytest.skip("verifiers is not installed; run scripts/get-verifiers")
+    variables = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(directory),
+        "PATH": f"{ENVIRONMENTS}:{os.environ['PATH']}",
+        "PYTHON": str(VERIFIERS),
+        "PYTHONPATH": str(ENVIRONMENTS),
+    }
+    log, program = directory / "verifiers.log", CLIENTS / "verifiers_environment.py"
+    with log.open("w") as file:
+        done = subprocess.run(
+            [VERIFIERS, program, url, "trl-async-grpo", json.dumps(environment), json.dumps(client)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            timeout=600,
+        )
+    assert 0 == done.returncode, log.read_text()[-4000:]
+    report = json.loads(done.stdout)
+    rollouts: list[dict[str, Any]] = report["rollouts"]
+    assert not any(rollout["errors"] for rollout in rollouts), (rollouts, log.read_text()[-4000:])
+    return rollouts, report["prefixes"]
+
+
+@pytest.mark.timeout(600)
+def test_an_environment_of_verifiers_continues_from_the_sampled_tokens(
+    job: tuple[str, Path], redis_server: str
+) -> None:
     url, directory = job
     server = redis.Redis.from_url(redis_server)
     earlier = rollout_ids_in(server, HISTORY)
     # Texts of an earlier test's random adapter would contain parts of characters, which no client can send back.
-    model, _ = publish_trained_model(url, directory / client_type)
-    program = CLIENTS / "verifiers_environment.py"
-    with (directory / "verifiers.log").open("w") as log:
-        done = subprocess.run(
-            [VERIFIERS, program, url, "trl-async-grpo", model, client_type],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            timeout=120,
-        )
-    assert 0 == done.returncode, (directory / "verifiers.log").read_text()[-2000:]
-    report = json.loads(done.stdout)
+    checkpoint, _ = publish_trained_model(url, directory / "verifiers")
+    sums = {"taskset": {"id": "sums-for-verifiers"}, "turns": 3}
+    train = {"type": "train", "renderer_model_name": str(checkpoint)}
+    rollouts, _ = run_environment(url, directory, sums, train)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    for rollout in rollouts:
+        assert ["user", "assistant"] * 3 == rollout["roles"]
+        assert 1 == rollout["branches"]
+        tokens, is_sampled = rollout["token_ids"], rollout["sampled"]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        errors = [
+            abs(float(logprobs[position - 1, tokens[position]]) - rollout["logprobs"][position])
+            for position in range(1, len(tokens))
+            if is_sampled[position]
+        ]
+        # Each token was sampled after the tokens that the environment trains on.
+        assert len(errors) >= 3
+        assert max(errors) < MAX_LOGPROB_ERROR
+    wait_for(lambda: len(rollout_ids_in(server, HISTORY) - earlier) == 3 * len(rollouts))
 
-    assert 4 == len(report["rollouts"])
-    for rollout in report["rollouts"]:
-        assert rollout["error"] is None
-        assert sum(any(map(str.isdigit, answer)) for answer in rollout["answers"]) == rollout["reward"]
-        turns = rollout["turns"]
-        assert 3 == len(turns)
-        for turn, following in pairwise(turns):
-            so_far = [*turn["prompt_ids"], *turn["completion_ids"]]
-            assert so_far == following["prompt_ids"][: len(so_far)]
-        for turn in turns:
-            assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
-            assert max(turn["completion_logprobs"]) <= 0
-    problem = None
-    if client_type == "openai_chat_completions":
-        problem = "0"  # the id of the example, which this client sends as a header
-        # The server continues conversations. The renderer has the tokens of earlier turns itself.
-        assert 4 == report["prefixes"].count("unknown")
-        assert {"unknown", "sampled", "restored"} >= {*report["prefixes"]}
-    wait_for(lambda: len(rollout_ids_in(server, HISTORY, problem) - earlier) == 4 * 3)
+
+@pytest.mark.timeout(600)
+def test_all_turns_of_an_environment_of_verifiers_with_tools_are_known(job: tuple[str, Path]) -> None:
+    url, directory = job
+    checkpoint = ensure(default_cache() / "das" / "tiny-qwen3")[-1]
+    copy = shutil.copytree(checkpoint, directory / "tools")
+    call = {"function": {"name": "sums_add", "arguments": {"a": 3, "b": 4}}}
+    conversation: list[dict[str, Any]] = [
+        {"role": "user", "content": "3+4="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "7"},
+    ]
+    train_on(conversation, checkpoint, copy)
+    httpx.post(f"{url}/update_weights", json={"weight_dir": str(copy)}, timeout=120).raise_for_status()
+    tools = {
+        "taskset": {"id": "tools-for-verifiers"},
+        "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+    }
+    rollouts, prefixes = run_environment(url, directory, tools, {"type": "eval"})
+    for rollout in rollouts:
+        assert ["user", "assistant", "tool", "assistant"] == rollout["roles"]
+        assert 1.0 == rollout["reward"]
+    assert len(rollouts) == prefixes.count("unknown")  # the first turns
+    assert len(rollouts) == prefixes.count("sampled") + prefixes.count("restored")
 
 
 @pytest.mark.timeout(600)
@@ -304,3 +358,38 @@ def test_trl_trains_all_weights_and_sends_them(job: tuple[str, Path]) -> None:
     assert not httpx.get(f"{url}/is_paused").json()["is_paused"]
 
     assert_samples_from(url, directory / "full")
+
+
+@pytest.mark.timeout(600)
+def test_trl_trains_in_server_mode(job: tuple[str, Path], redis_server: str) -> None:
+    url, directory = job
+    before = int(httpx.get(f"{url}/weight_info").json()["weight_version"])
+    settings = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
+    training = train_in_server_mode(
+        directory / "server-mode",
+        {"VLLM_HOST_IP": "127.0.0.1"},
+        max_steps=SERVER_MODE_STEPS,
+        learning_rate=3e-4,
+        **settings,
+    )
+    # The engines sample with the weights of each step.
+    assert max(line["sampling/sampling_logp_difference/max"] for line in training.log) < MAX_LOGPROB_ERROR
+    rewards = [line["reward"] for line in training.log]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5])
+    last = range(before + SERVER_MODE_STEPS - 4, before + SERVER_MODE_STEPS + 1)
+    stored = [one for one in read_rollouts(redis.Redis.from_url(redis_server), HISTORY) if one.weight_version in last]
+    assert dict.fromkeys(last, PER_STEP) == Counter(record.weight_version for record in stored)
+    sampled = training.sampled[-len(last) * PER_STEP :]
+    assert Counter(map(tuple, sampled)) == Counter(tuple(record.tokens.tolist()) for record in stored)
+
+
+def test_trls_client_chats_and_scores(job: tuple[str, Path]) -> None:
+    url, _ = job
+    client = VLLMClient(url)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    chat = client.chat([[{"role": "user", "content": "3+4="}]], n=2, max_tokens=20, tools=[tool])
+    [prompt] = chat["prompt_ids"]
+    sequences = [[*prompt, *response] for response in chat["completion_ids"]]
+    scores = client.get_sequence_logprobs(sequences, [len(prompt)] * 2, top_logprobs=5)
+    for sampled, scored in zip(chat["logprobs"], scores["actual_logprobs"], strict=True):
+        assert torch.allclose(torch.tensor(sampled), torch.tensor(scored), atol=MAX_LOGPROB_ERROR)

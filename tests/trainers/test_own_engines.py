@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from rollout_worker.engine.draft_settings import PROPOSER
 from tests.support.history_contents import read_rollouts
 from tests.support.reference_model import make_model
 from tests.support.responses import MAX_LOGPROB_ERROR
-from tests.support.trl_on_cpu import VARIABLES
+from tests.support.trl_on_cpu import PER_STEP, VARIABLES, Training
+from tests.support.trl_on_cpu import train as run_trainer
 from tests.support.user_engine import vllm_on_cpus
 from tests.support.waiting import wait_for
 
@@ -39,22 +39,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 HISTORY = "redis://redis.rl:6379/math"
-STEPS, PER_STEP = 3, 16
-"""Steps of a training, each an epoch, and the rollouts of a step."""
+STEPS = 3
+"""Steps of a training, each an epoch."""
 MIN_ACCEPTED = 100
 """Accepted draft tokens from earlier epochs, of more than 2,000 tokens of a training."""
-
-
-@dataclass
-class Training:
-    """What a training has sampled."""
-
-    log: list[dict[str, Any]]
-    """TRL's log, one entry per step."""
-    sampled: list[list[int]]
-    """Tokens of the responses."""
-    stats: dict[str, Any]
-    """The drafter's statistics; empty without one."""
 
 
 def accepted(stats: dict[str, Any]) -> int:
@@ -64,22 +52,8 @@ def accepted(stats: dict[str, Any]) -> int:
 
 
 def train(output: Path, variables: dict[str, str], **settings: Any) -> Training:
-    """Run TRL's GRPOTrainer over the same four prompts in each step.
-
-    Args:
-        output: directory that is created.
-        variables: environment variables.
-        **settings: of ``GRPOConfig``.
-    """
-    output.mkdir()
-    command = [sys.executable, "-m", "tests.support.trl_on_cpu", "--output", str(output)]
-    command += ["--settings", json.dumps({"max_steps": STEPS, **settings})]
-    with (output / "log").open("w") as log:
-        code = subprocess.run(command, env={**os.environ, **variables}, stdout=log, stderr=log).returncode
-    assert 0 == code, (output / "log").read_text()[-4000:]
-    training = Training(**json.loads((output / "training.json").read_text()))
-    assert STEPS * PER_STEP == len(training.sampled)
-    return training
+    """Run TRL's GRPOTrainer over the same four prompts in each step; see :func:`tests.support.trl_on_cpu.train`."""
+    return run_trainer(output, variables, **{"max_steps": STEPS, **settings})
 
 
 @contextmanager
@@ -215,6 +189,8 @@ def test_openrlhfs_arguments_leave_room_for_the_variable(model: Path, monkeypatc
         "trust_remote_code": True,
         "gpu_memory_utilization": 0.5,
         "enable_sleep_mode": False,  # vLLM has it on GPUs only
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
     }
     config = AsyncEngineArgs(**arguments).create_engine_config()
     assert (PROPOSER, HISTORY) == (config.speculative_config.model, config.additional_config[CONFIG_KEY]["history"])

@@ -1,76 +1,64 @@
-"""A multi-turn environment of ``verifiers`` that samples from a job's HTTP server.
+"""Runs an environment of ``verifiers`` that samples from a job's HTTP server.
 
-Run ``python verifiers_environment.py URL NAME MODEL CLIENT_TYPE`` in an environment that has ``verifiers``. NAME is the
-model's name at the server, MODEL the directory of its tokenizer. The program prints its rollouts as JSON. It imports
-nothing of this project.
+Run ``python verifiers_environment.py URL NAME ENVIRONMENT CLIENT`` in an environment that has ``verifiers``. NAME is
+the model's name at the server; ENVIRONMENT and CLIENT are configurations of verifiers, as JSON. The program prints its
+rollouts as JSON. It imports nothing of this project.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from typing import Any
 
-import verifiers as vf
-from datasets import Dataset
-from verifiers.clients import resolve_client
+import verifiers.v1 as vf
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.clients import eval as eval_client
+from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-NUM_ROLLOUTS = 4
-NUM_TURNS = 3
-
-
-class SumsEnvironment(vf.MultiTurnEnv):
-    """Asks for one sum after the other; each contains the turn's number."""
-
-    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
-        """Return the next question."""
-        return [vf.UserMessage(content=f"{len(state['trajectory'])}+4=")]
+NUM_ROLLOUTS = 2
 
 
-def reward(completion: vf.Messages, **_: Any) -> float:
-    """Return how many answers contain a number."""
-    return float(sum(message.role == "assistant" and bool(re.search(r"\d", message.content)) for message in completion))
-
-
-async def main(url: str, name: str, model: str, client_type: str) -> None:
-    """Sample rollouts and print them."""
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}])
-    environment = SumsEnvironment(dataset=dataset, rubric=vf.Rubric(funcs=[reward]), max_turns=NUM_TURNS)
-    config = vf.ClientConfig(
-        client_type=client_type,
-        api_base_url=f"{url}/v1",
-        api_key_var="ROLLOUT_TOKEN",
-        extra_headers_from_state={"X-Rollout-Problem": "example_id"},
-        max_retries=0,
-        renderer_model_name=model,
-    )
-    client = resolve_client(config)
+async def main(url: str, name: str, environment_config: str, client_config: str) -> None:
+    """Sample rollouts of the first task and print them."""
     prefixes: list[str | None] = []
+    build = eval_client.build_async_httpx
 
     async def record(response: Any) -> None:
         prefixes.append(response.headers.get("X-Rollout-Prefix"))
 
-    client.client._client.event_hooks["response"].append(record)
-    sampling = {"temperature": 1.0, "max_tokens": 40, "logprobs": True, "extra_body": {"return_token_ids": True}}
-    outputs = await environment.generate(
-        environment.get_dataset().repeat(NUM_ROLLOUTS).to_list(),
-        client,
-        name,
-        sampling_args=sampling,
-        state_columns=["trajectory"],
-    )
-    await client.close()
-    rollouts = [
-        {
-            "reward": output["reward"],
-            "error": output.get("error"),
-            "answers": [one["content"] for one in output["completion"] if one["role"] == "assistant"],
-            "turns": [step["tokens"] for step in output["trajectory"]],
-        }
-        for output in outputs["outputs"]
-    ]
+    def build_recording(config: Any) -> Any:
+        client = build(config)
+        client.event_hooks["response"].append(record)
+        return client
+
+    eval_client.build_async_httpx = build_recording
+    environment = load_environment(resolve_env_config(json.loads(environment_config)))
+    settings = {"base_url": f"{url}/v1", "api_key_var": "ROLLOUT_TOKEN", **json.loads(client_config)}
+    is_training = settings.pop("type") == "train"
+    client: Any = TrainClientConfig(**settings) if is_training else EvalClientConfig(**settings)
+    sampling = vf.Sampling(temperature=1.0 if is_training else 0.0, max_tokens=60)
+    context = ModelContext(name, client, sampling)
+    task = next(iter(environment.taskset))
+    async with environment.serving():
+        episodes = await asyncio.gather(*(environment.run_episode(task, context) for _ in range(NUM_ROLLOUTS)))
+    rollouts = []
+    for episode in episodes:
+        (trace,) = episode.traces
+        branch = trace.branches[-1]
+        rollouts.append(
+            {
+                "reward": trace.reward,
+                "errors": [error.message for error in (*episode.errors, *trace.errors)],
+                "roles": [message.role for message in branch.messages],
+                "branches": len(trace.branches),
+                "token_ids": branch.token_ids,
+                "sampled": branch.sampled_mask,
+                "logprobs": branch.logprobs,
+            }
+        )
     print(json.dumps({"rollouts": rollouts, "prefixes": prefixes}, default=str))
 
 

@@ -17,7 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from rollout_api.client.request_client import RequestClient
 from rollout_server.conversations import Conversations
 from rollout_server.engine_core import Group, JobEngineCore, http_errors
-from rollout_server.request_context import PREFIX_HEADER, current_context
+from rollout_server.images import keep_sources, take_source
+from rollout_server.request_context import PREFIX_HEADER, PrefixSource, current_context
 from rollout_worker.engine.vllm_client import model_end_tokens
 
 
@@ -34,11 +35,12 @@ class JobEngine(AsyncLLM):
         self.observability_config = vllm_config.observability_config
         self.log_requests = self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
+        keep_sources(self.renderer, client)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.admission_stats = self.logger_manager = self.profiler = None
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
         self._elastic_ep_lock, self._profile_lock = asyncio.Lock(), asyncio.Lock()
-        self._job_defaults = client.job.sampling
+        self._client, self._job_defaults = client, client.job.sampling
         self.end_tokens = model_end_tokens(self)
         """Tokens that end a response of the model."""
         self._conversations = Conversations(client, self.renderer.tokenizer, self.end_tokens)
@@ -69,7 +71,11 @@ class JobEngine(AsyncLLM):
         params = self._with_job_defaults(params)
         group = Group(params)
         context = current_context()
-        if context.has_messages and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+        group.source = await take_source(prompt, self._client)
+        if group.source is not None:
+            if context.has_messages:  # images have no tokens by which a conversation could be recognized
+                context.report(PREFIX_HEADER, PrefixSource.UNKNOWN)
+        elif context.has_messages and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
             with http_errors():
                 group.continuation, source = await self._conversations.find(tokens)
             context.report(PREFIX_HEADER, source)

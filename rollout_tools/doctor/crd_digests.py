@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "76e1301f133094161fd5e8166d94d8758c183803191903d4c6718278e3eece10",
+    "rolloutjobs.das.rollout.dev": "1945f5e71c4b4d2ed765781c4d75721427741baee67582e8988e32dc33ed7225",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from rollout_api.client.job_channel import JobChannel
 from rollout_api.protocol.keys import IMAGE_RETENTION_S
@@ -50,5 +51,5 @@ class StoredImages:
         if not hashes:
             return []
         keys = [self._keys.image(digest) for digest in hashes]
-        images: list[bytes | None] = await self._policy.run(lambda: self._redis.mget(keys), action="read images")
-        return images
+        images: Any = await self._policy.run(lambda: self._redis.mget(keys), action="read images")
+        return list(images)

@@ -168,9 +168,6 @@ class ResponseGenerator:
         )
         prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + response.token_ids
         prompt["cache_salt"] = str(self._cache_salt)
-        if request.images:
-            # What vLLM caches of an image under its name depends on the weights, too.
-            prompt["mm_hashes"] = {"image": [f"{digest}-{self._cache_salt}" for digest in request.images]}
         with (
             self._adapters.use() as adapter,
             self._track(call_id, response.prefix_tokens, stop_event),
@@ -222,7 +219,7 @@ class ResponseGenerator:
         try:
             # The other cache relies on that of the engine core, which may be cleared before the prompt arrives there.
             [rendered] = await renderer.render_cmpl_async([prompt | media], skip_mm_cache=True)
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # processors raise errors of many types, even AssertionError
             raise AdmissionError(f"vLLM cannot place the images in the prompt: {error}") from error
         if request.image_positions is None:
             return dict(rendered)
@@ -462,17 +459,21 @@ class DecodingPause:
         """Decode nothing within this context, which no two tasks may enter at a time.
 
         With *clear_cache*, keys and values are computed again, including those of running responses. *is_drained* says
-        that vLLM has no response.
+        that vLLM has no response. What the model has computed of images is never used again.
         """
+        llm = self._client.llm
         self._is_loading = True
         try:
             # Clearing the cache preempts running requests, so that their keys and values are computed again.
             mode = "wait" if is_drained and not self._is_held else "keep"
-            await self._client.call(self._client.llm.pause_generation(mode=mode, clear_cache=clear_cache))
+            await self._client.call(llm.pause_generation(mode=mode, clear_cache=clear_cache))
             try:
                 yield
             finally:
+                if not self._client.stopped and not clear_cache and llm.renderer.mm_processor is not None:
+                    # The worker has dropped it when it loaded the weights, but the scheduler would rely on it.
+                    await self._client.call(llm.reset_encoder_cache())
                 if not self._client.stopped and not self._is_held:
-                    await self._client.call(self._client.llm.resume_generation())
+                    await self._client.call(llm.resume_generation())
         finally:
             self._is_loading = False

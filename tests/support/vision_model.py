@@ -30,7 +30,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_vision_model(directory: Path) -> Path:
+def make_vision_model(directory: Path, *, seed: int = 5) -> Path:
     """Create a random Idefics3 model, whose greedy responses depend on the image, and return the directory."""
     from transformers import (
         Idefics3Config,
@@ -47,7 +47,7 @@ def make_vision_model(directory: Path) -> Path:
     processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=_CHAT_TEMPLATE)
     processor.save_pretrained(directory)
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = Idefics3ForConditionalGeneration(
         Idefics3Config(
             vision_config={**small, "image_size": _SIDE, "patch_size": _PATCH},

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 from starlette.responses import JSONResponse
@@ -47,6 +48,9 @@ from rollout_server.request_context import (
     current_context,
 )
 
+if TYPE_CHECKING:  # it uses this module
+    from rollout_server.images import MediaSource
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,6 +62,8 @@ class Group:
     """Sampling parameters, with the number of samples."""
     client_tokens: Sequence[int] = ()
     """Tokens of the prompt before those of earlier turns were replaced; empty if it does not consist of messages."""
+    source: MediaSource | None = None
+    """What the prompt was rendered from if it has images or other media."""
     requests: list[EngineCoreRequest] = field(default_factory=list)
     trajectory_id: str | None = None
     turn: int = 0
@@ -140,7 +146,7 @@ class JobEngineCore:
         return ("generate",)
 
     async def reset_mm_cache_async(self) -> None:
-        """Do nothing, because multimodal prompts are refused."""
+        """Do nothing: the engines have caches of their own."""
 
     async def is_sleeping_async(self) -> bool:
         """Return that the job is awake."""
@@ -182,21 +188,26 @@ class JobEngineCore:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
         sampling = _sampling_overrides(group.params)
         client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
-        identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list()])
+        prompt = _prompt_of(group)
+        image_hashes = [sha256(image).digest() for image in prompt.images]
+        identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list(), *image_hashes])
         fields = self._with_conversation(fields, group, context, request_id)
         # vLLM processes requests with lower values first.
         fields = replace(fields, priority=fields.priority - group.requests[0].priority)
         prepared = prepare_request(
             self._client,
-            _prompt_tokens(group.requests[0]),
+            prompt,
             sampling,
             fields,
             context,
+            image_tokens=len(group.requests[0].prompt_token_ids or ()) - len(prompt.token_ids),
             request_id=request_id,
             # What is known of a conversation may change until a call is repeated.
             identity=identity if request_id else None,
             stream=group.is_streamed,
         )
+        for request in group.requests:
+            request.mm_features = None  # they are large, and the engines compute their own
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
         if context.conversation is not None:
@@ -239,7 +250,7 @@ class JobEngineCore:
             for rollout in rollouts:
                 if rollout.finish_reason is FinishReason.FAILED:
                     raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
-            if context.conversation is not None:
+            if context.conversation is not None and group.source is None:
                 prompt = group.requests[0].prompt_token_ids or []
                 context.conversation.sampled = SampledTurn(prompt, rollouts, group.trajectory_id or "", group.turn)
             for response, rollout in zip(responses, rollouts, strict=True):
@@ -302,36 +313,43 @@ def _refusal(error: VLLMError) -> JSONResponse:
     return error_response(status, getattr(error, "message", str(error)), getattr(error, "parameter", None))
 
 
-def _prompt_tokens(request: EngineCoreRequest) -> list[int]:
-    """Return the tokens of a prompt.
+def _prompt_of(group: Group) -> Prompt:
+    """Return the tokens and the images of a prompt, without settings.
 
     Raises:
-        VLLMValidationError: it does not consist of tokens alone.
+        VLLMValidationError: it consists of something else.
     """
+    request, source = group.requests[0], group.source
     tokens: list[int] | None = request.prompt_token_ids
-    if tokens is None or request.prompt_embeds is not None or request.mm_features:
-        raise VLLMValidationError("engines of a rollout job generate text from tokens only")
-    return tokens
+    if tokens is None or request.prompt_embeds is not None:
+        raise VLLMValidationError("engines of a rollout job generate text from tokens and images only")
+    if source is None:
+        return Prompt(tokens)
+    images = source.images()
+    return Prompt(source.token_ids, images=images, image_positions=source.positions)
 
 
 def prepare_request(
     client: RequestClient,
-    token_ids: Sequence[int],
+    prompt: Prompt,
     sampling: dict[str, Any],
     fields: RolloutFields,
     context: RequestContext,
     *,
+    image_tokens: int = 0,
     request_id: str,
     identity: bytes | None = None,
     stream: bool,
 ) -> PreparedRequest:
     """Return the request of a prompt to the job, and count its tokens.
 
+    *image_tokens* is the number of tokens that images add to those of the prompt.
+
     Raises:
         VLLMError: the job cannot serve it, or its caller would exceed a limit.
     """
-    prompt = Prompt(
-        token_ids=token_ids,
+    prompt = replace(
+        prompt,
         problem_id=fields.problem_id,
         sampling=sampling,
         purpose=fields.purpose,
@@ -351,7 +369,7 @@ def prepare_request(
             stream=stream,
             traceparent=context.traceparent,
         )
-        current_model_tokens().add(prepared.max_tokens)
+        current_model_tokens().add(prepared.max_tokens + image_tokens)
     except (RolloutClientError, LimitError) as error:
         raise http_error(error) from None
     return prepared

@@ -15,8 +15,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollout_api.client.request_client import RequestClient
-from rollout_server.conversations import Conversations
+
+from rollout_server.conversations import Conversations, PrefixSource
 from rollout_server.engine_core import Group, JobEngineCore, client_trajectory, http_errors
+from rollout_server.images import keep_sources, take_source
 from rollout_server.request_context import PREFIX_HEADER, current_context
 from rollout_worker.engine.vllm_client import model_end_tokens
 
@@ -41,11 +43,12 @@ class JobEngine(AsyncLLM):
         self.observability_config = vllm_config.observability_config
         self.log_requests = self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
+        keep_sources(self.renderer, client)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.admission_stats = self.logger_manager = self.profiler = None
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
         self._elastic_ep_lock, self._profile_lock = asyncio.Lock(), asyncio.Lock()
-        self._job_defaults = client.job.sampling
+        self._client, self._job_defaults = client, client.job.sampling
         self.end_tokens = model_end_tokens(self)
         """Tokens that end a response of the model."""
         end_token = getattr(self.renderer.tokenizer, "eos_token_id", None)
@@ -77,8 +80,12 @@ class JobEngine(AsyncLLM):
         params = self._with_job_defaults(params)
         group = Group(params)
         context = current_context()
+        group.source = await take_source(prompt, self._client)
         conversation = context.conversation
-        if conversation is not None and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+        if group.source is not None:
+            if conversation is not None:  # its images are not part of it
+                context.report(PREFIX_HEADER, PrefixSource.UNKNOWN)
+        elif conversation is not None and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
             conversation.token_ids = group.client_tokens = tokens
             conversation.trajectory_id = client_trajectory(params, context, kwargs.get("session_id"))
             with http_errors():

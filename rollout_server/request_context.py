@@ -144,6 +144,8 @@ class RequestContext:
     """Headers ``X-Rollout-…`` without this prefix → values."""
     conversation: Conversation | None = None
     """The messages, if the prompt arrives as messages, whose tokens vLLM's server chooses."""
+    only_renders: bool = False
+    """Whether the client wants the prompt as it would go to an engine, in place of a response."""
     num_prompts: int = 0
     """Number of prompts of this HTTP request so far."""
     response_headers: dict[str, list[str]] = field(default_factory=dict)
@@ -192,6 +194,7 @@ class RequestContextMiddleware:
         context = RequestContext(
             idempotency_key=headers.get(IDEMPOTENCY_HEADER, "").strip(),
             traceparent=parse_traceparent(headers.get("traceparent", "")),
+            only_renders=scope["path"].endswith("/render"),
             headers={
                 name.removeprefix(_HEADER_PREFIX): _header_text(value)
                 for name, value in headers.items()

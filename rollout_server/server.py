@@ -71,6 +71,7 @@ async def build_app(
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from rollout_server.chat import ConversationChat
+    from rollout_server.images import CONNECTOR
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
     from rollout_server.trainer_api import TrainerApi
@@ -109,6 +110,7 @@ async def build_app(
     tasks = await engine.get_supported_tasks()
     # vLLM's own endpoints for adapters are left out, but its server must look up names that it does not know.
     os.environ.pop(_RESOLVE_ADAPTERS, None)
+    os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR
     with _log_levels_kept():
         app: FastAPI = build_vllm_app(args, tasks, model_config)
     os.environ[_RESOLVE_ADAPTERS] = "1"

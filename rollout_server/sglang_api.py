@@ -22,6 +22,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from rollout_api.arrays import flatten_kept_tokens, routed_experts_array
+from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
@@ -240,7 +241,7 @@ class SglangApi:
         running = self._running[request_id] = _Running()
         try:
             prepared = prepare_request(
-                self._client, prompt_tokens, sampling, fields, context, request_id=key, stream=True
+                self._client, Prompt(prompt_tokens), sampling, fields, context, request_id=key, stream=True
             )
             receiving = asyncio.ensure_future(
                 self._client.receive(

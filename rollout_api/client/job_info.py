@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
@@ -17,7 +17,7 @@ import redis.asyncio
 from pydantic import ValidationError
 from typing_extensions import Self
 
-from rollout_api.client.prompts import Prompt, overrides_of, token_list
+from rollout_api.client.prompts import Prompt, images_by_hash, overrides_of, token_list
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.manifest.field_types import first_error
 from rollout_api.manifest.spec import Sampling
@@ -44,7 +44,9 @@ class PreparedRequest:
     data: bytes
     """Encoded request."""
     max_tokens: int
-    """Largest number of tokens of the prompt and its responses together."""
+    """Largest number of tokens of the prompt and its responses together, without those of images."""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """Images of the prompt by hash."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class JobInfo:
     """Maximum number of tokens of a prompt and its response together."""
     max_request_bytes: int
     """Maximum size of an encoded request, in bytes."""
+    max_image_bytes: int
+    """Maximum size of the encoded images of a request, in bytes; 0 if the job's version supports no images."""
     max_rollouts: int
     """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
@@ -95,6 +99,7 @@ class JobInfo:
                 vocabulary=int(description["vocabulary"]),
                 max_model_len=int(description["max_model_len"]),
                 max_request_bytes=int(description["max_request_bytes"]),
+                max_image_bytes=int(description.get("max_image_bytes", 0)),
                 max_rollouts=int(description["max_rollouts"]),
                 sampling=Sampling.model_validate_json(description["sampling"], extra="ignore").model_dump(),
                 history=description["history"],
@@ -140,6 +145,8 @@ class JobInfo:
         """
         bounds = {"min_weight_version": prompt.min_weight_version, "max_staleness": prompt.max_staleness}
         tokens = token_list(prompt.token_ids, where)
+        image_hashes, images = images_by_hash(prompt.images, where)
+        self.check_images(images, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
         self._check_tokens(tokens, sampling, prompt.prefix, where)
         if sampling.n > self.max_rollouts:
@@ -156,6 +163,8 @@ class JobInfo:
             "trajectory_id": prompt.trajectory_id,
             "turn": prompt.turn,
             "prefix": prompt.prefix,
+            "images": image_hashes,
+            "image_positions": prompt.image_positions,
         }
         not_hashed: dict[str, Any] = {
             "step": step,
@@ -183,7 +192,7 @@ class JobInfo:
                 f"{where}: the encoded request has {len(data)} bytes, but the job allows at most "
                 f"{self.max_request_bytes} (spec.queue.maxRequestBytes); shorten the prompt or raise the limit"
             )
-        return PreparedRequest(request_id, sampling.n, data, len(tokens) + sampling.n * sampling.max_tokens)
+        return PreparedRequest(request_id, sampling.n, data, len(tokens) + sampling.n * sampling.max_tokens, images)
 
     @cached_property
     def _default_sampling(self) -> Sampling:
@@ -202,6 +211,21 @@ class JobInfo:
             return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
             raise InvalidRequestError(f"{where}: sampling.{first_error(invalid, Sampling)}") from None
+
+    def check_images(self, images: Mapping[str, bytes], where: str) -> None:
+        """Check that the job takes all these images in one request.
+
+        Raises:
+            InvalidRequestError: it does not; the message says what to do.
+        """
+        size = sum(map(len, images.values()))
+        if size and not self.max_image_bytes:
+            raise InvalidRequestError(f"{where}: the version of the job supports no images; upgrade the job's image")
+        if size > self.max_image_bytes:
+            raise InvalidRequestError(
+                f"{where}: its images have {size} bytes, but the job allows at most {self.max_image_bytes} "
+                "(spec.queue.maxImageBytes); scale the images down, send fewer, or raise the limit"
+            )
 
     def _check_tokens(self, tokens: list[int], sampling: Sampling, prefix: Partial | None, where: str) -> None:
         if not tokens:

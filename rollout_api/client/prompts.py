@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, TypedDict, TypeVar
 
 from typing_extensions import Self
@@ -55,7 +56,8 @@ class Prompt:
     token_ids: Sequence[int]
     """Token ids of the prompt."""
     problem_id: str = ""
-    """Id under which the history keeps the rollouts, for drafts of later ones; default: a hash of the token ids."""
+    """Id under which the history keeps the rollouts, for drafts of later ones; default: a hash of the token ids and the
+    images."""
     sampling: Sampling | SamplingOverrides | Mapping[str, Any] = field(default_factory=dict)
     """Settings that override the job's."""
     purpose: Purpose = Purpose.TRAIN
@@ -83,6 +85,12 @@ class Prompt:
     """Maximum number of draft tokens per verification step; default: the job's."""
     half_logprobs: bool = False
     """Whether log-probabilities are returned as float16 instead of float32."""
+    images: Sequence[bytes] = ()
+    """Encoded images, for example the content of PNG or JPEG files. For each, the token ids contain what the chat
+    template of the model writes for an image; the engine replaces it by as many tokens as the image has."""
+    image_positions: Sequence[tuple[int, int]] | None = None
+    """If the token ids contain all tokens of the images already, as those that a processor of transformers returns:
+    for each image, the index of its first token and the number of its tokens; default: they do not."""
 
     def continue_from(self, rollout: Rollout) -> Self:
         """Return a prompt that requests the rest of an interrupted rollout: one that was cancelled or hit its deadline.
@@ -175,6 +183,34 @@ def token_list(tokens: Sequence[int], where: str) -> list[int]:
         raise InvalidRequestError(f"{where}: token ids must be a sequence of integers ({error})") from None
 
 
+def images_by_hash(images: Sequence[bytes], where: str) -> tuple[list[str], dict[str, bytes]]:
+    """Return the SHA-256 of each image, in hex, and the images by hash.
+
+    Args:
+        images: encoded images.
+        where: name of the prompt in errors.
+
+    Raises:
+        InvalidRequestError: *images* is not a sequence of bytes.
+    """
+    hashes, by_hash = [], {}
+    if isinstance(images, bytes | bytearray | memoryview | str):
+        raise InvalidRequestError(
+            f"{where}: images must be a sequence of encoded images; pass [image] for a single one"
+        )
+    for index, image in enumerate(images):
+        if not isinstance(image, bytes | bytearray | memoryview) or not image:
+            raise InvalidRequestError(
+                f"{where}: image {index} is {type(image).__name__}; pass the bytes of a PNG, JPEG or similar file"
+                if image
+                else f"{where}: image {index} is empty"
+            )
+        data = bytes(image)
+        hashes.append(digest := sha256(data).hexdigest())
+        by_hash[digest] = data
+    return hashes, by_hash
+
+
 def overrides_of(sampling: Sampling | Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are set explicitly."""
     if isinstance(sampling, Sampling):
@@ -194,15 +230,22 @@ class Trajectory:
     Args:
         trajectory_id: id that is unique within the job.
         prompt: token ids of the prompt.
-        problem_id: problem id; default: a hash of *prompt*.
+        problem_id: problem id; default: a hash of *prompt* and *images*.
         purpose: purpose of all rollouts of the trajectory.
+        images: encoded images of the prompt; see :class:`Prompt`.
 
     Raises:
-        InvalidRequestError: *prompt* is empty or not a sequence of integers.
+        InvalidRequestError: *prompt* is empty or not a sequence of integers, or *images* are not encoded images.
     """
 
     def __init__(
-        self, trajectory_id: str, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
+        self,
+        trajectory_id: str,
+        prompt: Sequence[int],
+        *,
+        problem_id: str = "",
+        purpose: Purpose = Purpose.TRAIN,
+        images: Sequence[bytes] = (),
     ) -> None:
         self.trajectory_id = trajectory_id
         """Id of the trajectory."""
@@ -210,7 +253,10 @@ class Trajectory:
         """Token ids of the prompt."""
         if not self.prompt_token_ids:
             raise InvalidRequestError(f"trajectory {trajectory_id}: no token ids")
-        self.problem_id = problem_id or problem_id_of(self.prompt_token_ids)
+        hashes, _ = images_by_hash(images, f"trajectory {trajectory_id}")
+        self.images = list(images)
+        """Encoded images of the prompt and of the environment."""
+        self.problem_id = problem_id or problem_id_of(self.prompt_token_ids, hashes)
         """Problem id of all turns."""
         self.purpose = purpose
         """Purpose of all turns."""
@@ -244,13 +290,16 @@ class Trajectory:
         self.turns.append(rollout)
         self._extend(rollout.token_ids, rollout.logprobs if rollout.token_ids else [], 1)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens from the environment.
+    def observe(self, token_ids: Sequence[int], *, images: Sequence[bytes] = ()) -> None:
+        """Append tokens from the environment, with the *images* that some of them stand for; see :class:`Prompt`.
 
         Raises:
-            InvalidRequestError: *token_ids* is not a sequence of integers.
+            InvalidRequestError: *token_ids* is not a sequence of integers, or *images* are not encoded images.
         """
-        tokens = token_list(token_ids, f"trajectory {self.trajectory_id}, after turn {len(self.turns) - 1}")
+        where = f"trajectory {self.trajectory_id}, after turn {len(self.turns) - 1}"
+        tokens = token_list(token_ids, where)
+        images_by_hash(images, where)
+        self.images += images
         self._extend(tokens, [0.0] * len(tokens), 0)
 
     def _extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, mask: int) -> None:

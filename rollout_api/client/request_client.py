@@ -15,6 +15,7 @@ from rollout_api.client.job_state import JobPauser
 from rollout_api.client.open_request import TokensCallback
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.server_records import AdapterNames, IdempotencyKeys, TurnRecords
+from rollout_api.client.stored_images import StoredImages
 from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.client.weight_transfer import TransferPublisher
 from rollout_api.errors import JobEndedError, JobNotFoundError
@@ -109,6 +110,11 @@ class RequestClient(JobConnection):
     def idempotency_keys(self) -> IdempotencyKeys:
         """The requests that idempotency keys belong to."""
         return IdempotencyKeys(self._connected.channel)
+
+    @property
+    def images(self) -> StoredImages:
+        """Images of prompts."""
+        return StoredImages(self._connected.channel)
 
     @property
     def publisher(self) -> WeightPublisher:

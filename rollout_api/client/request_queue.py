@@ -14,8 +14,9 @@ from typing import Any, cast
 from rollout_api.client.job_channel import JobChannel
 from rollout_api.client.open_request import REQUESTS_PER_BATCH, OpenRequest, OpenRequests, as_client_error, batches
 from rollout_api.client.result_reader import ResultReader
+from rollout_api.client.stored_images import StoredImages
 from rollout_api.errors import JobFullError, RolloutClientError
-from rollout_api.protocol.keys import MESSAGE_FIELD
+from rollout_api.protocol.keys import IMAGE_RETENTION_S, MESSAGE_FIELD
 from rollout_api.protocol.messages import RolloutRequest, decode, encode
 from rollout_api.protocol.status import CoordinatorStatus
 
@@ -31,6 +32,8 @@ _LAST_BATCH_TIMEOUT_S = 2.0
 """Time that a cancellation waits for the batch of requests that is being sent."""
 _FIRST_CANCEL_PAUSE_S, _MAX_CANCEL_PAUSE_S = 2.0, 60.0
 """Pause before a cancellation is first repeated, which doubles with each repetition, and the longest pause."""
+_IMAGE_REFRESH_S = IMAGE_RETENTION_S / 4
+"""Time after which the images of open requests are kept for longer."""
 _RESAMPLED_SUFFIX = re.compile(r"\.r\d+$")
 
 
@@ -51,6 +54,9 @@ class RequestQueue:
         self._open_in_job: int | None = None
         self._sent_since_status = self._answered_before_status = 0
         self._next_cancellation, self._cancel_pause = 0.0, _FIRST_CANCEL_PAUSE_S
+        self._images = StoredImages(channel)
+        self._next_image_refresh = 0.0
+        """Time at which images are kept for longer; 0 if there are none."""
         self._next_log = self._next_resampled_log = 0.0
 
     def observe_status(self, status: CoordinatorStatus | None) -> None:
@@ -101,12 +107,15 @@ class RequestQueue:
             await self._try_to_cancel(cancelled + abandoned)
             if self._next_cancellation and time.monotonic() >= self._next_cancellation:
                 await self._repeat_cancellations()
+            if self._next_image_refresh and time.monotonic() >= self._next_image_refresh:
+                await self._refresh_images()
 
     def _pause(self) -> float | None:
         """Return the seconds after which there is something to do even if no other work comes; None if there is not."""
         pauses = [_RETRY_PAUSE_S] if self._requests.unsent else []
-        if self._next_cancellation:
-            pauses.append(max(0.0, self._next_cancellation - time.monotonic()))
+        pauses += [
+            max(0.0, due - time.monotonic()) for due in (self._next_cancellation, self._next_image_refresh) if due
+        ]
         return min(pauses, default=None)
 
     # Cancellations.
@@ -213,6 +222,7 @@ class RequestQueue:
 
     async def _append(self, requests: Sequence[OpenRequest]) -> None:
         """Append requests to the job's stream. Those that end while Redis is full or unreachable are left out."""
+        await self._store_images(requests)
         left = list(requests)
 
         async def append_missing() -> None:
@@ -235,6 +245,22 @@ class RequestQueue:
                     raise reply
 
         await self._channel.policy.run(append_missing, action="send requests")
+
+    async def _store_images(self, requests: Iterable[OpenRequest]) -> None:
+        """Store the images of requests."""
+        images = {digest: image for opened in requests for digest, image in opened.request.images.items()}
+        if images:
+            await self._images.store(images)
+            self._next_image_refresh = self._next_image_refresh or time.monotonic() + _IMAGE_REFRESH_S
+
+    async def _refresh_images(self) -> None:
+        """Keep the images of open requests."""
+        self._next_image_refresh = 0.0
+        try:
+            await self._store_images(opened for opened in self._requests.sent if opened.request.images)
+        except RolloutClientError as error:
+            self._next_image_refresh = time.monotonic() + _IMAGE_REFRESH_S
+            logger.warning("Cannot keep the images of open requests for longer: %s", error)
 
     async def _find_earlier(self, requests: Sequence[OpenRequest]) -> None:
         """Find out which requests were sent before.

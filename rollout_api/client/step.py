@@ -324,7 +324,12 @@ class AsyncStep:
     # Trajectories.
 
     def trajectory(
-        self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
+        self,
+        prompt: Sequence[int],
+        *,
+        problem_id: str = "",
+        purpose: Purpose = Purpose.TRAIN,
+        images: Sequence[bytes] = (),
     ) -> Trajectory:
         """Begin a multi-turn trajectory. For a group, begin several with the same prompt.
 
@@ -332,7 +337,7 @@ class AsyncStep:
         """
         trajectory_id = f"{self._context.client_name}:{self.number}:t{self._num_trajectories}"
         self._num_trajectories += 1
-        return Trajectory(trajectory_id, prompt, problem_id=problem_id, purpose=purpose)
+        return Trajectory(trajectory_id, prompt, problem_id=problem_id, purpose=purpose, images=images)
 
     async def turn(
         self,
@@ -370,6 +375,7 @@ class AsyncStep:
                 weight_version=weight_version,
                 trajectory_id=trajectory.trajectory_id,
                 turn=turn,
+                images=trajectory.images,
             )
             prepared.append(
                 self._context.job.prepare(

@@ -147,10 +147,15 @@ class Step:
         return collector.groups()
 
     def trajectory(
-        self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
+        self,
+        prompt: Sequence[int],
+        *,
+        problem_id: str = "",
+        purpose: Purpose = Purpose.TRAIN,
+        images: Sequence[bytes] = (),
     ) -> Trajectory:
         """See :meth:`AsyncStep.trajectory`."""
-        return self._wrapped.trajectory(prompt, problem_id=problem_id, purpose=purpose)
+        return self._wrapped.trajectory(prompt, problem_id=problem_id, purpose=purpose, images=images)
 
     turn = _synchronous(AsyncStep.turn)
 

@@ -498,7 +498,10 @@ class Queue(ManifestModel):
     max_rollouts: int = Field(default=100_000, ge=1)
     """Maximum number of open rollouts of all clients. Further requests wait in Redis."""
     max_request_bytes: Quantity = "512Ki"
-    """Maximum size of an encoded request."""
+    """Maximum size of an encoded request, without its images."""
+    max_image_bytes: Quantity = "16Mi"
+    """Maximum size of the encoded images of a request. Redis keeps each image once for all requests that contain it,
+    until an hour after the last of them has ended."""
     max_unread_results: Quantity = "256Mi"
     """Size of a client's unread results above which no further rollouts of this client are started."""
 

@@ -26,6 +26,8 @@ NUM_SHARDS = 16
 """Number of shards into which a history's problems are divided, so that no single key receives every write."""
 LEDGER_RETENTION_S = 7 * 24 * 3600
 """Seconds to remember an answered request, so that a repetition of it is refused."""
+IMAGE_RETENTION_S = 3600
+"""Seconds to keep an image after an engine has read it, or its client has last shown that it is needed."""
 
 
 def job_uid_key(job: str) -> str:
@@ -73,6 +75,10 @@ class MessageKeys:
     """Stream, written by clients: requests. An entry stays until all its rollouts are in the ledger."""
     control = _Key()
     """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
+
+    def image(self, digest: str) -> str:
+        """String with expiry, written by clients: an encoded image of their prompts, by its SHA-256 in hex."""
+        return self._key(f"image:{digest}")
 
     def transfer_steps(self, weights: str) -> str:
         """Stream with expiry, written by clients: the steps of a transfer of weights, by the identity of these."""

@@ -301,9 +301,15 @@ class RolloutRequest(_Message):
     reply_to: str = Field(default="trainer", pattern=CLIENT_PATTERN)
     """Name of the client that is told about the results."""
     problem_id: str = Field(default="", max_length=256)
-    """Id of the problem. Default: BLAKE2b-128 of the packed prompt token ids, in hex."""
+    """Id of the problem. Default: see :func:`problem_id_of`."""
     prompt_token_ids: list[TokenId] = Field(min_length=1)
     """Token ids of the prompt."""
+    images: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(default=[])
+    """SHA-256 in hex of each encoded image of the prompt, in the order of the tokens that stand for them. The images
+    are under keys of their own."""
+    image_positions: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]] | None = None
+    """Index of the first token, and number of tokens, of each image in a prompt that contains all tokens of its images.
+    Default: the prompt contains what the chat template writes for an image, and the engine replaces it."""
     sampling: Sampling = Field(default_factory=Sampling)
     """Sampling settings. Fields that are set override the job's spec.sampling."""
     purpose: Purpose = Purpose.TRAIN
@@ -353,12 +359,19 @@ class RolloutRequest(_Message):
             raise ValueError(f"turn {self.turn} needs a trajectory_id")
         if self.turn and not self.problem_id:
             raise ValueError(f"turn {self.turn} needs the problem_id of the trajectory's turn 0")
+        if self.image_positions is not None:
+            if len(self.image_positions) != len(self.images):
+                raise ValueError(f"{len(self.image_positions)} image_positions for {len(self.images)} images")
+            ends = [0, *(index + count for index, count in self.image_positions)]
+            starts = [*(index for index, _ in self.image_positions), len(self.prompt_token_ids)]
+            if any(start < end for start, end in zip(starts, ends, strict=True)):
+                raise ValueError("image_positions must be in order, separate, and within the prompt")
         return self
 
     @property
     def problem(self) -> str:
         """Problem id, computed from the prompt if the client has not set one."""
-        return self.problem_id or problem_id_of(self.prompt_token_ids)
+        return self.problem_id or problem_id_of(self.prompt_token_ids, self.images)
 
     def with_defaults(self, defaults: Sampling) -> Self:
         """Return this request with the job's *defaults* for all sampling settings that it does not set.
@@ -791,6 +804,12 @@ def decode(data: bytes) -> Message:
         raise CodecError(f"{kind}: malformed field: {error}") from None
 
 
-def problem_id_of(prompt_token_ids: Sequence[int]) -> str:
-    """Return the default problem id of a prompt: BLAKE2b-128 of its packed token ids, in hex."""
-    return blake2b(pack_tokens(prompt_token_ids), digest_size=16).hexdigest()
+def problem_id_of(prompt_token_ids: Sequence[int], images: Sequence[str] = ()) -> str:
+    """Return the default problem id of a prompt: BLAKE2b-128 of its packed token ids, in hex.
+
+    With *images*, it is that of this text and the hashes of the images, separated by zero bytes.
+    """
+    problem = blake2b(pack_tokens(prompt_token_ids), digest_size=16).hexdigest()
+    if not images:
+        return problem
+    return blake2b("\0".join([problem, *images]).encode(), digest_size=16).hexdigest()

@@ -72,6 +72,7 @@ class Coordinator:
             sampling=spec.sampling.model_dump_json(),
             max_model_len=spec.engine.max_model_len,
             max_request_bytes=int(parse_quantity(spec.queue.max_request_bytes)),
+            max_image_bytes=int(parse_quantity(spec.queue.max_image_bytes)),
             max_rollouts=spec.queue.max_rollouts,
             history=history.keys.full_name,
             history_redis="own" if separate_history else "",

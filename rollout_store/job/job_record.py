@@ -47,6 +47,7 @@ class JobDescription:
     """The job's sampling settings as JSON."""
     max_model_len: int
     max_request_bytes: int
+    max_image_bytes: int
     max_rollouts: int
     history: str
     """Full name of the history."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import msgpack
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD
+from rollout_api.protocol.keys import IMAGE_RETENTION_S, MESSAGE_FIELD, REQUEST_FIELD
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
 from rollout_store.job.part import MAX_EVENTS, StorePart
 
@@ -113,6 +113,11 @@ class RequestStore(StorePart):
             return None
         message = decode(found[0][1][MESSAGE_FIELD.encode()])
         return message if isinstance(message, RolloutRequest) else None
+
+    async def image(self, digest: str) -> bytes | None:
+        """Return an encoded image, and keep it for longer; None if it is not there any more."""
+        image: Any = await self._client.getex(self._keys.image(digest), ex=IMAGE_RETENTION_S)
+        return image
 
     async def progress(self, request_ids: Sequence[str]) -> list[RequestProgress]:
         """Return the progress of each request."""

@@ -132,7 +132,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def max_positions(directory: Path) -> int | None:
     """Return the maximum sequence length of a model; None if its configuration does not contain it."""
-    positions = read_config(directory).get("max_position_embeddings")
+    config = read_config(directory)
+    text = config.get("text_config")  # of a model that also sees images
+    positions = (config | text if isinstance(text, dict) else config).get("max_position_embeddings")
     return int(positions) if positions is not None else None
 
 

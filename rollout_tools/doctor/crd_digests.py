@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "f738425e0891167bec65c202498f26dc026a25b2f90a2a9e169c33eef74f81e8",
+    "rolloutjobs.das.rollout.dev": "bc304e6ed2133047d00107a6e7709ed0958a4da663aa95c29569f081044232d5",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +68,8 @@ class Requests:
         if self._has_new_weights:
             self._begin_version(self._version._replace(number=self._version.number + 1))
         extra = params.extra_args or {}
-        problem = str(extra.get(PROBLEM) or _problem_of(prompt, request.mm_features))
+        images = [str(feature.identifier) for feature in request.mm_features or ()]
+        problem = str(extra.get(PROBLEM) or problem_id_of(prompt, images))
         limit = sys.maxsize if params.max_tokens is None else params.max_tokens
         ends = end_token_ids(params)
         self._requests[request.req_id] = _Request(
@@ -100,15 +100,6 @@ class Requests:
             self._recorder.record(
                 FinishedRollout(rollout_id, request.problem, request.version, response, reason, sources)
             )
-
-
-def _problem_of(prompt: Sequence[int], features: Sequence[Any]) -> str:
-    """Return the id of the problem of a prompt; that of a job if there are no images."""
-    problem = problem_id_of(prompt)
-    if not features:
-        return problem
-    hashes = [problem, *(str(feature.identifier) for feature in features)]
-    return blake2b("\0".join(hashes).encode(), digest_size=16).hexdigest()
 
 
 def _is_recorded(extra: Mapping[str, Any]) -> bool:

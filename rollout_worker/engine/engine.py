@@ -174,6 +174,7 @@ class Engine:
         request: RolloutRequest,
         sample: int,
         *,
+        images: Sequence[Any] = (),
         prefix: Partial | None = None,
         on_partial: PartialCallback | None = None,
         partial_interval: int = 0,
@@ -185,6 +186,7 @@ class Engine:
         Args:
             request: the request.
             sample: index of the response, less than ``sampling.n``.
+            images: the images of the request, from :func:`~rollout_worker.engine.images.decode_image`.
             prefix: tokens of the model to continue from, instead of the request's own prefix; see
                 :func:`rollout_store.job.admission_rules.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
@@ -202,6 +204,7 @@ class Engine:
         return await self._generator.generate(
             request,
             sample,
+            images=images,
             prefix=prefix,
             on_partial=on_partial,
             partial_interval=partial_interval,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,7 @@ class ResponseGenerator:
         request: RolloutRequest,
         sample: int,
         *,
+        images: Sequence[Any],
         prefix: Partial | None,
         on_partial: PartialCallback | None,
         partial_interval: int,
@@ -137,15 +139,19 @@ class ResponseGenerator:
         """See :meth:`Engine.generate`."""
         sampling = request.sampling
         prefix = request.prefix if prefix is None else prefix
+        started = time.monotonic()
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
+        if request.images:
+            prompt = await self._with_images(request, images)
+        num_prompt_tokens = len(prompt["prompt_token_ids"])
         check_admission(
             sampling,
-            len(request.prompt_token_ids),
+            num_prompt_tokens,
             max_model_len=self._config.spec.max_model_len,
             raw_logprobs=self._config.spec.logprobs_mode == "raw",
             routed_experts=self._config.returns_routed_experts,
             prefix=prefix,
         )
-        started = time.monotonic()
         await self._admitting.wait()
         stop_strings = self._stop_strings(request, prefix.token_ids if prefix is not None else [])
         response = ResponseBuilder(
@@ -168,10 +174,8 @@ class ResponseGenerator:
         params = self._sampling_params(
             request, sample, call_id, response.prefix_tokens, interval=1 if each_step else interval
         )
-        prompt = {
-            "prompt_token_ids": request.prompt_token_ids + response.token_ids,
-            "cache_salt": str(self._cache_salt),
-        }
+        prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + response.token_ids
+        prompt["cache_salt"] = str(self._cache_salt)
         with (
             self._adapters.use() as adapter,
             self._track(call_id, response.prefix_tokens, stop_event),
@@ -202,8 +206,33 @@ class ResponseGenerator:
                 finished=finished,
                 draft_counts=counts,
                 num_cached_tokens=output.num_cached_tokens or 0,
-                routed_experts=self._routed_experts(request, response, output),
+                routed_experts=self._routed_experts(request, num_prompt_tokens, response, output),
             )
+
+    async def _with_images(self, request: RolloutRequest, images: Sequence[Any]) -> dict[str, Any]:
+        """Return a prompt as vLLM's renderer makes it, with the tokens of its images and what the model reads of them.
+
+        Raises:
+            AdmissionError: the model, or the prompt, has no place for the images.
+        """
+        renderer = self._client.llm.renderer
+        if renderer.mm_processor is None:
+            raise AdmissionError(
+                "the prompt has images, but the model reads text only; send it to a job with a model for both"
+            )
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
+        if request.image_positions is not None:
+            prompt = {"prompt": renderer.mm_processor.dummy_inputs.get_dummy_text({"image": len(images)})}
+        media = {"multi_modal_data": {"image": list(images)}, "multi_modal_uuids": {"image": request.images}}
+        try:
+            # The other cache relies on that of the engine core, which may be cleared before the prompt arrives there.
+            [rendered] = await renderer.render_cmpl_async([prompt | media], skip_mm_cache=True)
+        except Exception as error:  # processors raise errors of many types, even AssertionError
+            raise AdmissionError(f"vLLM cannot place the images in the prompt: {error}") from error
+        if request.image_positions is None:
+            return dict(rendered)
+        ranges = _placed(rendered["mm_placeholders"]["image"], request.image_positions)
+        return {**rendered, "prompt_token_ids": request.prompt_token_ids, "mm_placeholders": {"image": ranges}}
 
     def _kept_tokens(self, sampling: Sampling) -> Callable[[Mapping[int, Any]], list[int]] | None:
         """Return a function that returns the kept tokens among vLLM's log-probabilities of one position."""
@@ -211,12 +240,12 @@ class ResponseGenerator:
             return None
         return partial(kept_tokens, width=kept_width(sampling, self._vocabulary), vocabulary=self._vocabulary)
 
-    def _routed_experts(self, request: RolloutRequest, response: ResponseBuilder, output: Any) -> RoutedExperts | None:
+    def _routed_experts(
+        self, request: RolloutRequest, prompt_tokens: int, response: ResponseBuilder, output: Any
+    ) -> RoutedExperts | None:
         if not request.sampling.routed_experts:
             return None
-        return routed_experts_of(
-            output.outputs[0].routed_experts, len(request.prompt_token_ids) + len(response.token_ids)
-        )
+        return routed_experts_of(output.outputs[0].routed_experts, prompt_tokens + len(response.token_ids))
 
     def _stop_strings(self, request: RolloutRequest, prefix: list[int]) -> StopStrings | None:
         """Return the stop strings that vLLM does not look for."""
@@ -370,6 +399,30 @@ class ResponseGenerator:
             await asyncio.sleep(_ABORT_RETRY_INTERVAL_S)
 
 
+def _placed(ranges: Sequence[Any], positions: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return where images are in a prompt that contains their tokens.
+
+    Args:
+        ranges: where they are in another prompt.
+        positions: index of the first token, and number of tokens, of each image. Tokens that only surround those of an
+            image may be left out.
+
+    Raises:
+        AdmissionError: an image has another number of tokens.
+    """
+    placed = []
+    for number, (known, (offset, length)) in enumerate(zip(ranges, positions, strict=True)):
+        if length not in (known.length, known.get_num_embeds()):
+            raise AdmissionError(
+                f"image_positions: image {number} has {known.get_num_embeds()} tokens, not {length}; prepare the "
+                "prompt with the model's own processor and its settings"
+            )
+        placed.append(
+            replace(known, offset=offset, length=length, is_embed=known.is_embed if length == known.length else None)
+        )
+    return placed
+
+
 def _finish_reason(reason: str, sampling: Sampling, stop_event: asyncio.Event | None) -> FinishReason | None:
     """Translate vLLM's finish reason; None for a response that was stopped by *stop_event*."""
     if reason == "abort" and stop_event is not None and stop_event.is_set():
@@ -421,17 +474,21 @@ class DecodingPause:
         """Decode nothing within this context, which no two tasks may enter at a time.
 
         With *clear_cache*, keys and values are computed again, including those of running responses. *is_drained* says
-        that vLLM has no response.
+        that vLLM has no response. What the model has computed of images is never used again.
         """
+        llm = self._client.llm
         self._is_loading = True
         try:
             # Clearing the cache preempts running requests, so that their keys and values are computed again.
             mode = "wait" if is_drained and not self._is_held else "keep"
-            await self._client.call(self._client.llm.pause_generation(mode=mode, clear_cache=clear_cache))
+            await self._client.call(llm.pause_generation(mode=mode, clear_cache=clear_cache))
             try:
                 yield
             finally:
+                if not self._client.stopped and not clear_cache and llm.renderer.mm_processor is not None:
+                    # The worker has dropped it when it loaded the weights, but the scheduler would rely on it.
+                    await self._client.call(llm.reset_encoder_cache())
                 if not self._client.stopped and not self._is_held:
-                    await self._client.call(self._client.llm.resume_generation())
+                    await self._client.call(llm.resume_generation())
         finally:
             self._is_loading = False

@@ -142,7 +142,7 @@ def patch_sampling_without_drafts(runner: Any) -> None:
 
 
 def accept_settings_without_drafts(llm: Any) -> None:
-    """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``. Nothing may be drafted for such requests.
+    """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``. Such requests must have no drafts.
 
     vLLM (seen in 0.32) rejects them, because its V1 model runner does not apply them to drafts.
     """

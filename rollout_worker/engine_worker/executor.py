@@ -14,6 +14,7 @@ from rollout_api.redis_client.retry import retry_async
 from rollout_store.job import Assignment, JobStore, Order, arrival_time
 from rollout_store.job.admission_rules import AdmissionError, can_continue
 from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.images import ImageCache
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
@@ -46,6 +47,7 @@ class RolloutExecutor:
         self._running, self._requests = running, requests
         self._checkpoints, self._token_streams = checkpoints, token_streams
         self._prefetcher, self._weights, self._checkpoint_tokens = prefetcher, weights, checkpoint_tokens
+        self._images = ImageCache(job_store.requests.image)
         self._failed = asyncio.Event()
         self._error: Exception | None = None
         self._clock_offset = 0.0
@@ -210,6 +212,7 @@ class RolloutExecutor:
             return await self._engine.generate(
                 request,
                 running.assignment.sample,
+                images=[await self._images.get(digest) for digest in request.images],
                 prefix=prefix,
                 on_partial=partial(self._checkpoints.add, running.key, request),
                 # Tokens that are streamed need no other checkpoints.

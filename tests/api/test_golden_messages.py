@@ -51,6 +51,9 @@ MESSAGES: dict[str, Message] = {
         prefix=_RESPONSE,
         draft_mode=DraftMode.OWN_TEXT,
     ),
+    "request with images": RolloutRequest(
+        job_uid="6f1c2e9a", request_id="r", prompt_token_ids=[1, 9], images=["0" * 64, "f" * 64]
+    ),
     "rollout": Rollout(
         rollout_id="6f1c2e9a/demo-1/0/0",
         problem_id=problem_id_of([1, 2, 3]),
@@ -92,6 +95,7 @@ MESSAGES: dict[str, Message] = {
 DIGESTS = {
     "smallest request": "e8735ffb3a5071940f4daa2621684e2f",
     "request with many fields": "cefb85e9d72220bdb575deb9a85fb5dc",
+    "request with images": "6cb0a75449570fe3d1ed6b9aab3486ae",
     "rollout": "2451570834d022ba6d48e9f31349a5ee",
     "rollout with routed experts": "74a175e53bd639d7663e3b631a4a0173",
     "partial": "9d7e540e4e7d10255c5a9702d3824b60",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout_api.manifest.spec import Model
-from rollout_store.models.model_source import ModelError, resolve_adapter, resolve_checkpoint, resolve_model
+from rollout_store.models.model_source import (
+    ModelError,
+    max_positions,
+    resolve_adapter,
+    resolve_checkpoint,
+    resolve_model,
+)
 from tests.support.reference_model import make_model
 
 
@@ -73,3 +81,11 @@ def test_a_full_volume_is_named_as_the_reason_why_a_model_is_not_available(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
     with pytest.raises(ModelError, match="No space left on device"):
         resolve_model(Model(uri="lab/large"), cache)
+
+
+@pytest.mark.parametrize(
+    "config", [{"max_position_embeddings": 512}, {"text_config": {"max_position_embeddings": 512}}]
+)
+def test_a_model_that_sees_images_has_the_length_of_its_text(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"max_position_embeddings": 7}, **config}))
+    assert 512 == max_positions(tmp_path)

@@ -67,6 +67,7 @@ class FakeJob:
             "sampling": Sampling(n=2, max_tokens=64).model_dump_json(),
             "max_model_len": 256,
             "max_request_bytes": 4096,
+            "max_image_bytes": 4096,
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",

@@ -15,7 +15,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollout_api.client.request_client import RequestClient
-
 from rollout_server.conversations import Conversations, PrefixSource
 from rollout_server.engine_core import Group, JobEngineCore, client_trajectory, http_errors
 from rollout_server.images import keep_sources, take_source

@@ -109,7 +109,8 @@ class RolloutJobSpec(ManifestModel):
             ),
             (
                 "self.speculation.policy == 'off' || self.sampling.minP == 0.0",
-                'sampling.minP: rollouts with it are not drafted; let requests set it, or set speculation.policy: "off"',
+                "sampling.minP: rollouts with it are not drafted; let requests set it, or set speculation.policy: "
+                '"off"',
             ),
             (
                 "self.speculation.policy == 'off' || size(self.sampling.logitBias) == 0",

@@ -270,7 +270,9 @@ class ResponseGenerator:
             problem=request.problem,
             max_tokens=request.sampling.max_tokens,
             min_tokens=request.sampling.min_tokens,
-            budget=0 if request.draft_mode is DraftMode.OFF or request.sampling.excludes_drafts else request.draft_budget,
+            budget=0
+            if request.draft_mode is DraftMode.OFF or request.sampling.excludes_drafts
+            else request.draft_budget,
             sources=SOURCES[request.draft_mode],
             later_turn=request.turn > 0,
             undrafted_tokens=CANARY_TOKENS if is_canary else 0,

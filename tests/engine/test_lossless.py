@@ -96,16 +96,16 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
     sample_exactly(reference, sampling, partial(sample_with_drafts, drafting_engine, f"distribution-{name}"))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"min_p": 0.2}, {"logit_bias": {3: 1.5, EOS: -1.0}, "min_p": 0.01, "top_k": 5}]
-)
+@pytest.mark.parametrize("settings", [{"min_p": 0.2}, {"logit_bias": {3: 1.5, EOS: -1.0}, "min_p": 0.01, "top_k": 5}])
 def test_settings_that_exclude_drafts_apply_beside_responses_with_drafts(
     drafting_engine: EngineHarness, reference: ReferenceDistribution, settings: dict[str, object]
 ) -> None:
     drafted = Sampling(n=64, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
     problem = f"beside-drafts-{settings}"
     drafting_engine.add_history(problem, tokens_of(drafting_engine.sample([PROMPT], drafted, problem)))
-    sampling = Sampling.model_validate({"n": SAMPLES, "temperature": 0.8, "max_tokens": 5, "logprobs": True, **settings})
+    sampling = Sampling.model_validate(
+        {"n": SAMPLES, "temperature": 0.8, "max_tokens": 5, "logprobs": True, **settings}
+    )
 
     def sample_beside_drafts(sampling: Sampling) -> list[GenerationResult]:
         requests = [drafting_engine.request(PROMPT, each, problem) for each in (drafted, sampling)]
@@ -136,7 +136,9 @@ def test_drafts_that_a_grammar_rejects_are_not_sampled(drafting_engine: EngineHa
     assert {FinishReason.STOP} == {result.finish_reason for result in results}
     for result in results:
         assert re.fullmatch(regex, "".join(f"w{token}" for token in result.token_ids if token != EOS))
-    assert sum(result.num_draft_tokens for result in results) > sum(result.num_accepted_tokens for result in results) > 0
+    assert (
+        sum(result.num_draft_tokens for result in results) > sum(result.num_accepted_tokens for result in results) > 0
+    )
 
 
 @pytest.mark.parametrize(

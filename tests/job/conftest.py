@@ -14,7 +14,6 @@ from tests.support.in_process_job import manifest, start_engine
 from tests.support.live_job_harness import JobHarness
 from tests.support.reference_model import LoopThread, make_model
 
-
 TOOL_CALL = '<tool_call>{"name": "weather", "arguments": ', "</tool_call>"
 JSON_WORDS = ["{", '"rain"', ":", "true", "false", "}", *TOOL_CALL]
 """Words of the models that make an object, and a call of a tool as Hermes writes it."""

@@ -46,8 +46,8 @@ Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
 _NO_ROW = -1
 _HAS_MASKS_OF_DRAFTS = "num_bonus_tokens" in signature(StructuredOutputsWorker).parameters
-"""Whether V2 expects as many masks of a grammar as a step has positions for it, as vLLM 0.32 does. vLLM 0.33 expects
-the same number for all."""
+"""Whether V2 expects as many masks of a grammar as a step has positions for it, as in vLLM 0.32. vLLM 0.33 expects one
+for each place that may be planned."""
 _MAX_TIMES_EXPIRED = 3
 """Number of steps that have not got their drafts in time after which drafts are made before the launch."""
 _GONE = ""

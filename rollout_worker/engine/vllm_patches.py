@@ -142,9 +142,9 @@ def patch_sampling_without_drafts(runner: Any) -> None:
 
 
 def accept_settings_without_drafts(llm: Any) -> None:
-    """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``. Such requests must have no drafts.
+    """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``.
 
-    vLLM (seen in 0.32) rejects them, because its V1 model runner does not apply them to drafts.
+    vLLM (seen in 0.32) rejects them, because it does not apply them to drafts. Nothing may be drafted for such requests.
     """
     llm.input_processor.speculative_config = None
 

@@ -250,6 +250,30 @@ OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(sta
             Prompt([1], sampling={"n": 1}, prefix=OUT_OF_VOCABULARY),
             r"prompt 1: prefix: token id 1000 at position 0 is not in the vocabulary of",
         ),
+        *(
+            (Prompt([1], sampling={"structured_outputs": given}), rf"sampling\.structured_outputs.*{error}")
+            for given, error in [
+                ({"guided_json": {}}, "guided_json is unknown; known are json"),
+                ({"whitespace_pattern": " "}, "has no constraint; set exactly one of json"),
+                ({"regex": "a", "choice": ["a"]}, "has regex and choice; set exactly one"),
+                ({"regex": 1}, "regex must be a text"),
+                ({"grammar": " "}, "grammar must be a text"),
+                ({"choice": []}, "choice must be a list of texts with at least one"),
+                ({"choice": ["a", 1]}, "choice must be a list of texts"),
+                ({"choice": ["\ud83d"]}, ""),
+                ({"regex": "\ud83d"}, ""),
+                ({"json_object": False}, "json_object must be true"),
+                ({"json": "{"}, "json must be a JSON object, or the text of one"),
+                ({"json": [1]}, "json must be a JSON object"),
+                ({"json": "[" * 100_000}, "json must be a JSON object"),
+                ({"json": {"a": float("nan")}}, "finite"),
+                ({"structural_tag": "x"}, "structural_tag must be a JSON object"),
+            ]
+        ),
+        (
+            Prompt([1], sampling={"structured_outputs": {"choice": ["x" * 5000]}}),
+            r"has \d+ bytes, but the job allows at most 4096",
+        ),
         (Prompt([1], priority=2**40), "prompt 1: priority"),
         (Prompt([1], problem_id="p" * 300), "prompt 1: problem_id"),
         (Prompt([1], sampling={"stop": ["x" * 5000]}), r"has \d+ bytes, but the job allows at most 4096"),

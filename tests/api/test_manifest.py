@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -316,6 +317,14 @@ def test_all_errors_are_listed_including_those_across_sections() -> None:
         "spec.sampling.logitBias",
         "spec.workers.gpusPerWorker",
     } == set(errors_of(manifest))
+
+
+def test_schemas_of_structured_outputs_become_texts() -> None:
+    """A message can therefore contain them whatever their depth."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["é"]}}}
+    for given in (schema, json.dumps(schema)):
+        job = parse_job(manifest_with("spec.sampling.structuredOutputs", {"json": given}))
+        assert job.spec.sampling.structured_outputs == {"json": json.dumps(schema)}
 
 
 def test_min_p_is_accepted_without_speculation() -> None:

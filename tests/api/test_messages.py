@@ -100,6 +100,9 @@ samplings = st.builds(
             "stop": st.lists(identifiers, max_size=3),
             "logit_bias": st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100), max_size=3),
             "seed": st.none() | st.integers(0, 2**31 - 1),
+            "structured_outputs": st.sampled_from(
+                [{}, {"json": {"type": "object"}}, {"regex": "", "whitespace_pattern": " "}, {"json_object": True}]
+            ),
         },
     ),
 )

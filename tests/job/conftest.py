@@ -14,13 +14,17 @@ from tests.support.in_process_job import manifest, start_engine
 from tests.support.live_job_harness import JobHarness
 from tests.support.reference_model import LoopThread, make_model
 
+TOOL_CALL = '<tool_call>{"name": "weather", "arguments": ', "</tool_call>"
+JSON_WORDS = ["{", '"rain"', ":", "true", "false", "}", *TOOL_CALL]
+"""Words of the models that make an object, and a call of a tool as Hermes writes it."""
+
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models with different weights; the engines start with ``0``."""
     root = tmp_path_factory.mktemp("models")
     for version in range(3):
-        make_model(root / str(version), seed=version + 3)
+        make_model(root / str(version), seed=version + 3, last_words=JSON_WORDS)
     return root
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from typing import Any
 
 import psutil
 import pytest
+from openai import OpenAI
 
 from rollout_api import AsyncRolloutClient, FinishReason, Prompt, RolloutId, encode
 from rollout_api.manifest.spec import Sampling
@@ -28,6 +30,7 @@ from tests.support.live_job_harness import (
 )
 from tests.support.reference_model import EOS, VOCABULARY, ReferenceDistribution
 from tests.support.results_in_redis import kept_rollouts, num_kept, refusals
+from tests.support.served_job import MODEL_NAME, serving
 from tests.support.waiting import wait_for_async
 
 
@@ -179,6 +182,51 @@ def test_invalid_requests_are_refused_with_a_reason_and_others_are_served(job_ha
         assert 4 == len(letters)
         await wait_for_status(client, lambda status: status["dead_letters"] == 4)
         assert 0 == running.redis.xlen(keys.requests)
+
+    job_harness.run(scenario)
+
+
+RAIN = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.slow
+def test_responses_over_http_match_a_json_schema_or_call_a_required_tool(job_harness: JobHarness) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "rain", "schema": RAIN}}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": RAIN, "strict": True}}
+    settings: Any = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "w1 w2 w3 w4"}],
+        "n": 4,
+        "max_tokens": 60,
+    }
+
+    def call(url: str) -> None:
+        with OpenAI(base_url=f"{url}/v1", api_key="none") as openai:
+            create = openai.chat.completions.create
+            for further in ({}, {"min_p": 0.05, "logit_bias": {"5": 0}}):
+                for choice in create(**settings, response_format=schema, extra_body=further).choices:
+                    assert isinstance(json.loads(choice.message.content)["rain"], bool)
+            for choice in create(**settings, tools=[tool], tool_choice="required").choices:
+                assert choice.message.tool_calls
+                for tool_call in choice.message.tool_calls:
+                    assert "weather" == tool_call.function.name
+                    assert isinstance(json.loads(tool_call.function.arguments)["rain"], bool)
+            texts = ["", "", "", ""]
+            for part in create(**settings, response_format=schema, stream=True):
+                for choice in part.choices:
+                    texts[choice.index] += choice.delta.content or ""
+            assert [["rain"]] * 4 == [list(json.loads(text)) for text in texts]
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        arguments = [f"--chat-template={CHAT_TEMPLATE}", "--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+        with serving(running, job_harness.url, job_harness.models / "0", arguments) as url:
+            await asyncio.to_thread(call, url)
+        prompt = Prompt([1, 2, 3, 4], sampling=Sampling(n=8, max_tokens=60, structured_outputs={"json": RAIN}))
+        rollouts = await gather(client, 1, [prompt])
+        assert {FinishReason.STOP} == {rollout.finish_reason for rollout in rollouts}
+        assert sum(rollout.num_accepted_tokens for rollout in rollouts) > 0
+        assert 0 == running.redis.xlen(running.keys.dead_letters)
 
     job_harness.run(scenario)
 

@@ -417,14 +417,14 @@ def _in_body(settings: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_required_tool_constrains_the_response(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
-    text = '[{"name": "weather", "parameters": {"city": "Oslo"}}]'
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     completion = while_calling(
         lambda: openai.chat.completions.create(
             model=MODEL_NAME, messages=MESSAGES, tools=[WEATHER_TOOL], tool_choice="required"
         ),
         answering(job, text, found=found),
     )
-    assert "weather" in json.dumps(found[0].sampling.structured_outputs)
+    assert "weather" in str(found[0].sampling.structured_outputs["structural_tag"])
     [call] = completion.choices[0].message.tool_calls or []
     assert "function" == call.type
     assert ("weather", {"city": "Oslo"}) == (call.function.name, json.loads(call.function.arguments))

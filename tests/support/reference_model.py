@@ -60,16 +60,25 @@ def small_qwen3_moe(**settings: Any) -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SMALL, **experts, num_key_value_heads=2, **settings)).float()
 
 
-def make_model(directory: Path, *, seed: int = 3, tied: bool = False, create: Callable[..., Any] = small_qwen3) -> Path:
+def make_model(
+    directory: Path,
+    *,
+    seed: int = 3,
+    tied: bool = False,
+    create: Callable[..., Any] = small_qwen3,
+    last_words: Sequence[str] = (),
+) -> Path:
     """Create a random Qwen3 model whose next-token distributions are neither flat nor deterministic.
 
-    Its tokenizer has one word for each token. *create* returns the model for further settings of its configuration.
+    Its tokenizer has one word for each token: ``w0``, ``w1`` and so on, with *last_words* before the end of sequence.
+    *create* returns the model for further settings of its configuration.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{token}": token for token in range(EOS)} | {"<eos>": EOS}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    words = [*(f"w{token}" for token in range(EOS - len(last_words))), *last_words, "<eos>"]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
     torch.manual_seed(seed)

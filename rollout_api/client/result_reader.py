@@ -81,9 +81,10 @@ class ResultReader:
         while True:
             try:
                 await asyncio.sleep(max(0.0, next_read - time.monotonic()))
-                updated, num_updates = await self._read_updates()
+                updated, num_results = await self._read_updates()
                 now = time.monotonic()
-                next_read = now + pacer.pause(num_updates, now)
+                # New tokens do not count: engines write them in batches themselves, except for first ones.
+                next_read = now + pacer.pause(num_results, now)
                 if failing_since is not None:
                     await self._recover()
                     failing_since, checked_at = None, now
@@ -105,14 +106,14 @@ class ResultReader:
                 await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _read_updates(self) -> tuple[list[OpenRequest], int]:
-        """Return the open requests with news, and the number of updates; wait up to a second for them."""
+        """Return the open requests with news, and the number of results and refusals; wait up to a second for them."""
         positions: dict[Any, Any] = dict(self._positions)
         reply: Any = await self._client.xread(positions, count=_UPDATES_PER_READ, block=READ_BLOCK_MS)
         updated: dict[OpenRequest, None] = {}
-        num_updates = 0
+        num_results = 0
         for stream, entries in reply or ():
             self._positions[stream.decode()] = entries[-1][0].decode()
-            num_updates += len(entries)
+            num_results += 0 if stream.decode() == self._keys.token_updates else len(entries)
             for _, fields in entries:
                 request_id = fields[REQUEST_FIELD.encode()].decode()
                 opened = self._requests.get(request_id)
@@ -122,7 +123,7 @@ class ResultReader:
                     self._note_result(request_id, opened, int(sample), int(fields[b"b"]), int(fields[b"w"]))
                 elif opened is not None and stream.decode() != self._keys.token_updates:
                     opened.announce_any()  # a refusal
-        return list(updated), num_updates
+        return list(updated), num_results
 
     def _note_result(
         self, request_id: str, opened: OpenRequest | None, sample: int, num_bytes: int, written: int

@@ -144,7 +144,7 @@ def patch_sampling_without_drafts(runner: Any) -> None:
 def accept_settings_without_drafts(llm: Any) -> None:
     """Let an ``AsyncLLM`` with speculation accept ``min_p`` and ``logit_bias``.
 
-    vLLM (seen in 0.32) rejects them, because it does not apply them to drafts. Such requests must have no drafts.
+    vLLM (seen in 0.32) rejects them, because V1 does not apply them to drafts. Such requests must have no drafts.
     """
     llm.input_processor.speculative_config = None
 

@@ -647,7 +647,9 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
             server = StatusServer(coordinator.status)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
+            # A refusal is not a dead letter.
             job.send(JOB.requests, asked, request("invalid", sampling={"stop_token_ids": [VOCABULARY]}))
+            job.redis.xadd(JOB.requests, {"d": b"garbage"})
             [first, *_] = await job.inbox(engine, 4)
             done = Rollout.from_request(
                 asked,

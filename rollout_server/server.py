@@ -23,7 +23,6 @@ from rollout_server.guided_fields import GuidedFieldsMiddleware
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
-from rollout_worker.policy.named_policies import max_draft_length
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +74,7 @@ async def build_app(
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
     from rollout_server.trainer_api import TrainerApi
+    from rollout_worker.engine.config import transfer_backend
 
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -104,7 +104,7 @@ async def build_app(
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
         lora_config=_lora_config(spec.engine),
-        weight_transfer_config=WeightTransferConfig(backend=backend) if (backend := spec.transfer_backend) else None,
+        weight_transfer_config=WeightTransferConfig(backend=backend) if (backend := transfer_backend(spec)) else None,
     )
     engine = JobEngine(vllm_config, client, _reported_draft_length(spec, args.per_request_spec_decode_metrics))
     tasks = await engine.get_supported_tasks()
@@ -190,7 +190,7 @@ def _reported_draft_length(spec: RolloutJobSpec, level: str) -> int | None:
             '--per-request-spec-decode-metrics: the job drafts nothing, because spec.speculation.policy is "off"; '
             "remove the option"
         )
-    return max_draft_length(spec.speculation.policy, spec.speculation.max_draft_tokens)
+    return spec.speculation.max_draft_length
 
 
 def _lora_config(engine_spec: EngineSpec) -> Any:

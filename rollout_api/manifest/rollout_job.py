@@ -42,7 +42,6 @@ from rollout_api.manifest.spec import (
     Weights,
 )
 from rollout_api.redis_client.address import without_password
-from rollout_api.weights.gloo import GLOO
 
 GROUP = "das.rollout.dev"
 VERSION = "v1beta1"
@@ -168,16 +167,6 @@ class RolloutJobSpec(ManifestModel):
     def engines_per_worker(self) -> int:
         """Number of engines in each worker."""
         return self.workers.gpus_per_worker // self.engine.gpus or 1
-
-    @property
-    def transfer_backend(self) -> str:
-        """vLLM's backend for weights that a trainer sends from its memory; '' if engines receive none."""
-        choice = self.weights.transfer
-        if choice == "none":
-            return ""
-        if self.workers.gpus_per_worker == 0:
-            return GLOO
-        return "nccl" if choice == "auto" else choice
 
     @model_validator(mode="after")
     def _validate_across_sections(self) -> Self:

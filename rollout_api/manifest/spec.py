@@ -515,6 +515,10 @@ PolicyName = Literal["marginal", "marginal-with-lengths", "das-classes", "das-op
 """Values of ``speculation.policy`` that draft anything."""
 
 
+_UNLIMITED_DRAFT_TOKENS = 64
+"""Maximum draft length under ``unlimited``: no draft of an index is longer."""
+
+
 class Speculation(ManifestModel):
     """How rollouts are drafted."""
 
@@ -538,6 +542,11 @@ class Speculation(ManifestModel):
     recently are evicted. They are read from Redis again when their rollouts start. Rollouts of the history take about 6
     to 8 bytes per token; running rollouts take 40 to 65 bytes per token, and up to 64 KiB each for drafts. The history
     may always use half of the limit, so very many running rollouts may exceed it."""
+
+    @property
+    def max_draft_length(self) -> int:
+        """Maximum number of tokens of a draft, which ``max_draft_tokens`` sets for all policies but ``unlimited``."""
+        return _UNLIMITED_DRAFT_TOKENS if self.policy == "unlimited" else self.max_draft_tokens
 
 
 class SecretUrl(ManifestModel):

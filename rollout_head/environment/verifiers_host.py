@@ -23,7 +23,8 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception import server as interception_server
 from verifiers.v1.utils.loaders import import_taskset, load_environment, resolve_env_config
 
-_TOKEN_VARIABLE = "ROLLOUT_ENVIRONMENT_TOKEN"  # noqa: S105  # the name of a variable
+_TOKEN_VARIABLE = "ROLLOUT_ENVIRONMENT_API_KEY"  # noqa: S105  # the name of a variable
+"""Variable with the server's token. Because of API_KEY in its name, verifiers does not pass it to agents' programs."""
 _RETRIED_STATUSES = (429, 500, 502, 503, 504)
 """Statuses of the job's HTTP server while it is restarted or has no room."""
 _RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollout_api.manifest.field_types import parse_quantity
+from rollout_api.manifest.rollout_job import RolloutJobSpec
 from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_api.weights.gloo import GLOO
 from rollout_store.job.engines import EngineError
 from rollout_store.models.model_source import max_positions
 from rollout_worker.engine.draft_settings import PROPOSER, DraftingConfig
@@ -98,6 +100,16 @@ class EngineConfig:
     def ranks(self) -> int:
         """Number of the engine's worker processes."""
         return self.spec.gpus
+
+
+def transfer_backend(spec: RolloutJobSpec) -> str:
+    """Return vLLM's backend for weights that a trainer sends from its memory; '' if the job's engines receive none."""
+    choice = spec.weights.transfer
+    if choice == "none":
+        return ""
+    if spec.workers.gpus_per_worker == 0:
+        return GLOO
+    return "nccl" if choice == "auto" else choice
 
 
 def vllm_settings(config: EngineConfig) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_store.job.setup import JobSetup
 from rollout_store.runtime.control_groups import usable_cores
-from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.config import EngineConfig, transfer_backend
 from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
-from rollout_worker.policy.named_policies import max_draft_length
 
 
 def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineConfig:
@@ -26,7 +25,7 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
         url = setup.history_url or setup.redis_url
         drafting = DraftingConfig(
             policy=speculation.policy,
-            max_draft_tokens=max_draft_length(speculation.policy, speculation.max_draft_tokens),
+            max_draft_tokens=speculation.max_draft_length,
             max_index_bytes=int(parse_quantity(speculation.index_bytes)),
             history=HistoryLocation(url, keys.namespace, keys.name, speculation.window),
             engines=setup.num_engines,
@@ -38,7 +37,7 @@ def engine_config(setup: JobSetup, model: Path, *, speculative: bool) -> EngineC
         cpu=job.spec.workers.gpus_per_worker == 0,
         cores=cores_per_engine(job, engines_per_machine=setup.engines_per_machine),
         drafting=drafting,
-        weight_transfer=job.spec.transfer_backend,
+        weight_transfer=transfer_backend(job.spec),
         overrides=setup.overrides or {},
     )
 

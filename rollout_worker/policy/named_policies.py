@@ -10,18 +10,11 @@ from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Fixed, 
 from rollout_worker.policy.marginal_with_lengths import MarginalWithLengths
 from rollout_worker.policy.predicted_lengths import LengthSource
 
-UNLIMITED_DRAFT_TOKENS = 64
-"""Maximum draft length under ``unlimited``: no draft of an index is longer."""
 _WITH_LENGTHS: Mapping[PolicyName, Callable[[DraftLimits, LengthSource], DraftPolicy]] = {
     "das-classes": DasClasses,
     "das-optimal": DasOptimal,
     "marginal-with-lengths": MarginalWithLengths,
 }
-
-
-def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
-    """Return the maximum number of tokens of a draft, which the manifest sets for all policies but ``unlimited``."""
-    return UNLIMITED_DRAFT_TOKENS if policy == "unlimited" else max_draft_tokens
 
 
 def uses_lengths(name: PolicyName) -> bool:

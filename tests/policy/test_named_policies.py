@@ -7,11 +7,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from rollout_api.manifest.spec import PolicyName
+from rollout_api.manifest.spec import PolicyName, Speculation
 from rollout_store.history.known_lengths import KnownLengths
 from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits
-from rollout_worker.policy.named_policies import make_policy, max_draft_length, uses_lengths
+from rollout_worker.policy.named_policies import make_policy, uses_lengths
 from rollout_worker.policy.step_cost import H100_7B
 
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -49,7 +49,10 @@ def test_a_policy_that_predicts_lengths_is_not_made_without_any() -> None:
 
 
 def test_only_unlimited_exceeds_the_maximum_of_the_manifest() -> None:
-    assert {name: max_draft_length(name, 8) for name in NAMES} == {**dict.fromkeys(NAMES, 8), "unlimited": 64}
+    assert {name: Speculation(policy=name, max_draft_tokens=8).max_draft_length for name in NAMES} == {
+        **dict.fromkeys(NAMES, 8),
+        "unlimited": 64,
+    }
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (8, 16, 64)])

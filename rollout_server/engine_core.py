@@ -206,8 +206,10 @@ class JobEngineCore:
             identity=identity if request_id else None,
             stream=group.is_streamed,
         )
-        for request in group.requests:
-            request.mm_features = None  # they are large, and the engines compute their own
+        if group.source is not None:  # the engines decode and process the images themselves
+            group.source = replace(group.source, prompt={})
+            for request in group.requests:
+                request.mm_features = None
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
         if context.conversation is not None:

@@ -96,7 +96,10 @@ class JobEngine(AsyncLLM):
                 if len(continued) > len(tokens) and params.max_tokens is not None:
                     params.max_tokens = max(1, min(params.max_tokens, self.model_config.max_model_len - len(continued)))
         with self.engine_core.group(group):
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            outputs = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        if group.source is not None:
+            prompt["mm_kwargs"] = {}  # vLLM's server would keep what is large until the response has ended
+        return outputs
 
     def _with_job_defaults(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters, with the job's settings in place of those that have vLLM's defaults.

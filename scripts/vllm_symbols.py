@@ -27,6 +27,7 @@ OBJECTS = {
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     ],
+    "renderer": ["vllm.renderers.base.BaseRenderer"],
     "req_states": ["vllm.v1.worker.gpu.states.RequestState"],
     "scheduler_output": ["vllm.v1.core.sched.output.SchedulerOutput"],
     "worker": ["vllm.v1.worker.gpu_worker.Worker"],

@@ -116,8 +116,8 @@ class RequestStore(StorePart):
 
     async def image(self, digest: str) -> bytes | None:
         """Return an encoded image, and keep it for longer; None if it is not there any more."""
-        image: bytes | None = await self._client.getex(self._keys.image(digest), ex=IMAGE_RETENTION_S)
-        return image
+        image: Any = await self._client.getex(self._keys.image(digest), ex=IMAGE_RETENTION_S)
+        return None if image is None else bytes(image)
 
     async def progress(self, request_ids: Sequence[str]) -> list[RequestProgress]:
         """Return the progress of each request."""

@@ -47,6 +47,7 @@ def test_an_image_of_a_message_goes_to_the_job(openai: OpenAI, job: ServedJob) -
         return openai.chat.completions.with_raw_response.create(
             model=MODEL_NAME,
             messages=messages(*map(data_url, images)),
+            n=2,
             extra_headers={"Idempotency-Key": "key"},
             extra_body={"return_token_ids": True},
         )
@@ -57,7 +58,7 @@ def test_an_image_of_a_message_goes_to_the_job(openai: OpenAI, job: ServedJob) -
     assert [red, blue] == [job.redis.get(job.keys.image(digest)) for digest in request.images]
     assert [sha256(image).hexdigest() for image in (red, blue)] == request.images
     completion = reply.parse()
-    assert "it" == completion.choices[0].message.content
+    assert ["it", "it"] == [choice.message.content for choice in completion.choices]
     assert f"user:what is{IMAGE_TEXT}{IMAGE_TEXT}\nassistant:" == job.text(completion.prompt_token_ids)
     assert "unknown" == reply.headers["X-Rollout-Prefix"]
     # A prompt that differs in its images only is not a repetition.
@@ -128,3 +129,6 @@ def test_a_prompt_can_be_rendered_first_as_trl_does(server: str, job: ServedJob)
     missing = generate()
     assert 400 == missing.status_code
     assert "not rendered recently" in missing.json()["error"]["message"]
+    features["mm_placeholders"] = {"image": [{"offset": len(token_ids), "length": 4}]}
+    outside = generate()
+    assert (400, []) == (outside.status_code, job.requests()), outside.text

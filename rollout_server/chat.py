@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -21,6 +21,8 @@ _RECORD_TIMEOUT_S = 2.0
 """Seconds that a response may wait until its conversation is recorded."""
 _SETTINGS = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort", "tools")
 """Fields of a request that determine its prompt, beside the messages."""
+_END = '"finish_reason":"'
+"""What the last event of a response contains, and no earlier one, because quotes in texts are escaped."""
 
 
 class ConversationChat(OpenAIServingChat):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
@@ -38,9 +40,18 @@ class ConversationChat(OpenAIServingChat):  # type: ignore[misc]  # mypy skips v
         """See the base class."""
         rendered = await super().render_chat_request(request)
         if isinstance(rendered, tuple):
-            settings = request.model_dump(mode="json", include=set(_SETTINGS), exclude_none=True)
-            current_context().conversation = Conversation(rendered[0], settings, request.continue_final_message)
+            current_context().conversation = self._conversation(request, rendered[0])
         return rendered
+
+    def _conversation(self, request: ChatCompletionRequest, messages: Sequence[Any]) -> Conversation:
+        """Return the conversation of a request, which is empty if it cannot be recognised."""
+        if request.truncate_prompt_tokens is not None or not all(isinstance(one, Mapping) for one in messages):
+            return Conversation([], is_recorded=False)  # Harmony's messages, for example, are rendered by vLLM itself
+        settings = request.model_dump(mode="json", include=set(_SETTINGS), exclude_none=True)
+        if request.tool_choice == "none" and self.exclude_tools_when_tool_choice_none:
+            settings.pop("tools", None)
+        is_open = request.continue_final_message
+        return Conversation(messages[:-1] if is_open else messages, settings, is_recorded=not is_open)
 
     async def chat_completion_full_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Record the responses before they are sent."""
@@ -52,12 +63,16 @@ class ConversationChat(OpenAIServingChat):  # type: ignore[misc]  # mypy skips v
     async def chat_completion_stream_generator(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         """Record each response before its end is sent."""
         messages: dict[int, _StreamedMessage] = {}
+        events: list[str] = []
         async for event in super().chat_completion_stream_generator(*args, **kwargs):
-            for choice in _choices(event):
-                message = messages.setdefault(choice["index"], _StreamedMessage())
-                message.append(choice.get("delta") or {})
-                if choice.get("finish_reason"):
-                    await self._record({choice["index"]: message.as_message()})
+            events.append(event)
+            if _END in event:  # until then, nothing needs to be parsed
+                for choice in _choices(events):
+                    message = messages.setdefault(choice["index"], _StreamedMessage())
+                    message.append(choice.get("delta") or {})
+                    if choice.get("finish_reason"):
+                        await self._record({choice["index"]: message.as_message()})
+                events.clear()
             yield event
 
     async def _record(self, responses: Mapping[int, Mapping[str, Any]]) -> None:
@@ -73,11 +88,12 @@ class ConversationChat(OpenAIServingChat):  # type: ignore[misc]  # mypy skips v
             logger.warning("The turn of a conversation is not recorded, so its next turn will be unknown: %s", reason)
 
 
-def _choices(event: str) -> Iterator[dict[str, Any]]:
-    """Yield the choices of a server-sent event of vLLM's server."""
-    data = event.removeprefix("data: ").strip()
-    if data.startswith("{"):
-        yield from json.loads(data).get("choices") or ()
+def _choices(events: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the choices of server-sent events of vLLM's server."""
+    for event in events:
+        data = event.removeprefix("data: ").strip()
+        if data.startswith("{"):
+            yield from json.loads(data).get("choices") or ()
 
 
 class _StreamedMessage:

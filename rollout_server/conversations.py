@@ -10,18 +10,23 @@ tokens of all messages up to the end of the last response are replaced by the sa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
 from rollout_api.client.request_client import RequestClient
-from rollout_api.client.server_records import TurnNames, TurnRecord
+from rollout_api.client.server_records import TurnRecord
 from rollout_api.protocol.messages import Rollout
 
 _INCOMPLETE = "\ufffd"
 """What a tokenizer returns for a part of a character."""
+_MAX_GENERATION_PROMPT = 6
+"""Number of last tokens of a prompt that a template may write for the response to come, but not in front of an earlier
+response: the beginning of the reasoning, for example."""
+_MAX_TRIALS = 3
+"""Number of turns that are read, the last one first, until one fits."""
 
 
 class PrefixSource(StrEnum):
@@ -42,7 +47,7 @@ class Continuation:
     token_ids: list[int]
     """Tokens of the prompt."""
     num_known: int
-    """Number of tokens up to the end of the last turn in it."""
+    """Number of tokens of the turns that are known: of all messages up to the last response that was sampled."""
     last_turn: TurnRecord
     """That turn."""
     is_changed: bool
@@ -68,11 +73,11 @@ class Conversation:
     """The messages of one HTTP request, and what is known of them."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The messages, as vLLM's server passes them to the chat template."""
+    """The messages that are complete, as vLLM's server passes them to the chat template."""
     settings: Any = None
     """Everything else that determines the prompt, for example the tools."""
-    is_open: bool = False
-    """Whether the response continues the last message."""
+    is_recorded: bool = True
+    """Whether the response is recorded: not if it continues a message."""
     trajectory_id: str = ""
     """Id that the client has given to its conversation; empty without."""
     token_ids: Sequence[int] = ()
@@ -87,23 +92,37 @@ class Conversation:
         """Return a hash of the first *length* messages, which does not depend on how clients format them."""
         if not self._digests:
             self._digests.append(_hash(b"", self.settings))
-        for message in self.messages[len(self._digests) - 1 : length]:
-            self._digests.append(_hash(self._digests[-1], _content(message)))
+        for index in range(len(self._digests) - 1, length):
+            self._digests.append(_hash(self._digests[-1], self._content(index)))
         return self._digests[length]
+
+    def num_responses(self, start: int, stop: int | None = None) -> int:
+        """Return the number of responses among the messages from index *start* on, and before *stop*."""
+        return sum(message.get("role") == "assistant" for message in self.messages[start:stop])
+
+    def _content(self, index: int) -> Any:
+        """Return what clients send back of a message, however they format it."""
+        message = self.messages[index]
+        if message.get("role") == "assistant":
+            return response_content(message)
+        call = message.get("tool_call_id")
+        calls: Mapping[str, Any] = next(
+            (one for one in reversed(self.messages[:index]) if one.get("role") == "assistant"), {}
+        )
+        numbers = [number for number, one in enumerate(calls.get("tool_calls") or ()) if one.get("id") == call]
+        return [message.get("role"), message.get("name"), _text(message.get("content")), numbers]
+
+
+def response_content(message: Mapping[str, Any]) -> Any:
+    """Return what clients send back of a response, however they format it."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    arguments = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
+    return ["assistant", _text(message.get("content")).rstrip(_INCOMPLETE).strip(), arguments]
 
 
 def _hash(previous: bytes, value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, default=str)
     return blake2b(previous + text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-def _content(message: Mapping[str, Any]) -> Any:
-    """Return what clients send back of a message, however they format it."""
-    if message.get("role") != "assistant":
-        return [message.get("role"), _text(message.get("content"))]
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    arguments = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
-    return ["assistant", _text(message.get("content")).rstrip(_INCOMPLETE).strip(), arguments]
 
 
 def _text(content: Any) -> str:
@@ -121,7 +140,7 @@ def _parsed(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments.strip()
     return _plain({} if arguments is None else arguments)
 
@@ -134,45 +153,65 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def turn_names(conversation: Conversation, index: int, message: Mapping[str, Any]) -> TurnNames:
+def turn_names(conversation: Conversation, index: int, message: Mapping[str, Any]) -> list[str]:
     """Return the names of the turn that ends with *message*, the one at *index*, as the client receives or sends it.
 
     Several responses to the same messages may have the same content, but differ in their reasoning, which clients may
-    not send back. The ids of tool calls and of the trajectory tell them apart.
+    not send back, or in white space. Names are ordered from those that tell most responses apart to the one that all
+    of these responses share.
     """
-    digest = _hash(conversation.digest(index), _content(message))
-    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    digest = _hash(conversation.digest(index), response_content(message))
+    text, reasoning = _text(message.get("content")), message.get("reasoning") or message.get("reasoning_content")
     call_ids = [call.get("id") for call in message.get("tool_calls") or ()]
     distinct = [
+        *([["reasoning", text, reasoning]] if reasoning else []),
         *([["calls", call_ids]] if any(call_ids) else []),
         *([["trajectory", conversation.trajectory_id]] if conversation.trajectory_id else []),
-        ["sent", _text(message.get("content")), reasoning],
+        ["text", text],
     ]
-    return TurnNames([_hash(digest, name).hex() for name in distinct], digest.hex())
+    return [*(_hash(digest, name).hex() for name in distinct), digest.hex()]
 
 
-def end_of_message(token_ids: Sequence[int], end_tokens: Set[int], number: int) -> int | None:
-    """Return the index behind the end token with this number, counted from 1; None if there are fewer."""
-    ends = (index for index, token in enumerate(token_ids, 1) if token in end_tokens)
-    return next((index for count, index in enumerate(ends, 1) if count == number), None)
+class RenderedPrompt:
+    """The tokens of a prompt as a template renders it, with the places of its end tokens.
 
+    A template writes an end token behind each message, or behind each response, or in front of messages.
+    """
 
-def num_ends(token_ids: Iterable[int], end_tokens: Set[int]) -> int:
-    """Return the number of end tokens."""
-    return sum(token in end_tokens for token in token_ids)
+    def __init__(self, token_ids: Sequence[int], end_tokens: Set[int]) -> None:
+        self._tokens = token_ids
+        self.ends = [index for index, token in enumerate(token_ids, 1) if token in end_tokens]
+        """Number of tokens up to each end token."""
+
+    @property
+    def num_last(self) -> int:
+        """Number of tokens behind the last end token that are in later prompts, too."""
+        return max(0, len(self._tokens) - (self.ends[-1] if self.ends else 0) - _MAX_GENERATION_PROMPT)
+
+    def outline(self, num_ends: int, num_last: int, responses: Collection[int]) -> str:
+        """Return a hash of the tokens up to an end token and of those behind it, without earlier responses.
+
+        A template may render these in another way when later messages follow.
+
+        Args:
+            num_ends: number of end tokens up to this one.
+            num_last: number of tokens behind it.
+            responses: numbers of the end tokens, counted from 1, behind the responses that are left out.
+        """
+        digest, start = blake2b(digest_size=16), 0
+        for number, end in enumerate(self.ends[:num_ends], 1):
+            if number not in responses:
+                digest.update(json.dumps(list(self._tokens[start:end])).encode())
+            start = end
+        digest.update(json.dumps(list(self._tokens[start : start + num_last])).encode())
+        return digest.hexdigest()
 
 
 class Conversations:
-    """The conversations of a job, which all its servers share.
+    """The conversations of a job, which all its servers share. *end_tokens* end a response of the model."""
 
-    Args:
-        client: connection to the job.
-        end_tokens: tokens that end a response of the model.
-        end_token: the one with which the chat template ends a response that was cut off; None if it has none.
-    """
-
-    def __init__(self, client: RequestClient, end_tokens: Set[int], end_token: int | None) -> None:
-        self._client, self._end_tokens, self._end_token = client, end_tokens, end_token
+    def __init__(self, client: RequestClient, end_tokens: Set[int]) -> None:
+        self._client, self._end_tokens = client, end_tokens
 
     async def find(self, conversation: Conversation) -> PrefixSource:
         """Find the last known turn of a conversation, and set its continuation.
@@ -180,30 +219,43 @@ class Conversations:
         Raises:
             RedisUnreachableError: Redis was unreachable for too long.
         """
-        closed = conversation.messages[: len(conversation.messages) - conversation.is_open]
-        indices = [index for index, message in enumerate(closed) if message.get("role") == "assistant"]
-        found = await self._client.turns.find([turn_names(conversation, index, closed[index]) for index in indices])
-        for index, record_id in zip(reversed(indices), reversed(found), strict=True):
-            turns = await self._client.turns.read(record_id) if record_id else None
-            if turns and (start := self._end_of_turn(conversation, turns[-1], index)) is not None:
-                known = [token for turn in turns for token in turn.token_ids]
-                is_changed = known != list(conversation.token_ids[:start])
-                conversation.continuation = Continuation(
-                    [*known, *conversation.token_ids[start:]], len(known), turns[-1], is_changed
-                )
-                return PrefixSource.RESTORED if is_changed else PrefixSource.SAMPLED
+        messages, turns = conversation.messages, self._client.turns
+        indices = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        found = await turns.find([turn_names(conversation, index, messages[index]) for index in indices])
+        known = [(index, record_id) for index, record_id in zip(indices, found, strict=True) if record_id]
+        for index, record_id in reversed(known[-_MAX_TRIALS:]):
+            [last] = await turns.read([record_id])
+            if last is None or (start := self._end_of_turn(conversation, last, index)) is None:
+                continue
+            earlier = await turns.read(last.earlier)
+            if None not in earlier:
+                tokens = [token for turn in (*earlier, last) if turn is not None for token in turn.token_ids]
+                return self._continue(conversation, last, tokens, start)
         return PrefixSource.UNKNOWN
+
+    def _continue(self, conversation: Conversation, last: TurnRecord, known: list[int], start: int) -> PrefixSource:
+        rest = list(conversation.token_ids[start:])
+        # The template ends a response that was cut off.
+        closing = [] if known[-1] in self._end_tokens else [conversation.token_ids[start - 1]]
+        is_changed = [*known, *closing] != list(conversation.token_ids[:start])
+        conversation.continuation = Continuation([*known, *closing, *rest], len(known), last, is_changed)
+        return PrefixSource.RESTORED if is_changed else PrefixSource.SAMPLED
 
     def _end_of_turn(self, conversation: Conversation, turn: TurnRecord, index: int) -> int | None:
         """Return the number of tokens of the client's prompt up to the end of the response at *index*; None if unclear.
 
-        Templates end each message, or each response, with an end token.
+        It is unclear if the template renders the earlier messages differently now, or not every response with an end.
         """
-        start = end_of_message(conversation.token_ids, self._end_tokens, turn.num_ends)
-        num_later = len(conversation.messages) - 1 - index
-        if start is None or num_ends(conversation.token_ids[start:], self._end_tokens) > num_later:
+        prompt = RenderedPrompt(conversation.token_ids, self._end_tokens)
+        num_later_ends = len(prompt.ends) - turn.num_ends
+        num_later_responses = conversation.num_responses(index + 1)
+        only_responses_end = turn.num_ends - 1 == conversation.num_responses(0, index)
+        most = num_later_responses if only_responses_end else len(conversation.messages) - 1 - index
+        if not num_later_responses <= num_later_ends <= most:
             return None
-        return start
+        if turn.outline != prompt.outline(turn.num_ends - 1, turn.num_last, turn.responses):
+            return None
+        return prompt.ends[turn.num_ends - 1]
 
     async def record(self, conversation: Conversation, responses: Mapping[int, Mapping[str, Any]]) -> None:
         """Record responses to a conversation, by sample, as the client receives them.
@@ -211,22 +263,29 @@ class Conversations:
         Raises:
             RedisUnreachableError: Redis was unreachable for too long.
         """
-        sampled, last = conversation.sampled, conversation.continuation
-        if sampled is None or conversation.is_open:
+        sampled, continuation = conversation.sampled, conversation.continuation
+        if sampled is None or not conversation.is_recorded:
             return
-        earlier = [] if last is None else [*last.last_turn.earlier, last.last_turn.record_id]
-        new_prompt = sampled.prompt[0 if last is None else last.num_known :]
-        records: list[tuple[TurnRecord, TurnNames]] = []
+        prompt = RenderedPrompt(conversation.token_ids, self._end_tokens)
+        earlier: list[str] = []
+        ends_of_responses: list[int] = []
+        num_known = 0
+        if continuation is not None:
+            last, num_known = continuation.last_turn, continuation.num_known
+            earlier, ends_of_responses = [*last.earlier, last.record_id], [*last.responses, last.num_ends]
+        records: list[tuple[TurnRecord, list[str]]] = []
         for sample, message in responses.items():
             rollout = sampled.rollouts[sample]
-            tokens = [*new_prompt, *rollout.token_ids]
-            if tokens[-1] not in self._end_tokens and self._end_token is not None:
-                tokens.append(self._end_token)  # as the chat template will
+            tokens = [*sampled.prompt[num_known:], *rollout.token_ids]
             record = TurnRecord(
-                record_id=blake2b(rollout.rollout_id.encode(), digest_size=16).hexdigest(),
+                # Responses with the same tokens are the same turn.
+                record_id=_hash(b"", [earlier, tokens]).hex(),
                 earlier=earlier,
                 token_ids=tokens,
-                num_ends=num_ends(conversation.token_ids, self._end_tokens) + 1,
+                num_ends=len(prompt.ends) + 1,
+                num_last=prompt.num_last,
+                responses=ends_of_responses,
+                outline=prompt.outline(len(prompt.ends), prompt.num_last, ends_of_responses),
                 trajectory_id=sampled.trajectory_id,
                 turn=sampled.turn,
                 problem_id=rollout.problem_id,

@@ -50,8 +50,7 @@ class JobEngine(AsyncLLM):
         self._client, self._job_defaults = client, client.job.sampling
         self.end_tokens = model_end_tokens(self)
         """Tokens that end a response of the model."""
-        end_token = getattr(self.renderer.tokenizer, "eos_token_id", None)
-        self.conversations = Conversations(client, self.end_tokens, end_token)
+        self.conversations = Conversations(client, self.end_tokens)
         """The conversations of the job."""
         self.engine_core: Any = JobEngineCore(client, self.output_processor, reported_draft_length)
         self.output_handler: asyncio.Task[None] | None = None
@@ -89,12 +88,17 @@ class JobEngine(AsyncLLM):
             conversation.trajectory_id = client_trajectory(params, context, kwargs.get("session_id"))
             with http_errors():
                 source = await self.conversations.find(conversation)
+            continuation = conversation.continuation
+            if continuation is not None:
+                room = self.model_config.max_model_len - len(continuation.token_ids)
+                if params.max_tokens is not None and room < params.max_tokens // 2:
+                    # The client knows nothing of reasoning that its messages lack, and expects room for a response.
+                    conversation.continuation, source = None, PrefixSource.UNKNOWN
+                else:
+                    prompt = {**prompt, "prompt_token_ids": continuation.token_ids}
+                    if params.max_tokens is not None:
+                        params.max_tokens = min(params.max_tokens, room)
             context.report(PREFIX_HEADER, source)
-            if conversation.continuation is not None:
-                continued = conversation.continuation.token_ids
-                prompt = {**prompt, "prompt_token_ids": continued}
-                if len(continued) > len(tokens) and params.max_tokens is not None:
-                    params.max_tokens = max(1, min(params.max_tokens, self.model_config.max_model_len - len(continued)))
         with self.engine_core.group(group):
             outputs = await super().add_request(request_id, prompt, params, *args, **kwargs)
         if group.source is not None:

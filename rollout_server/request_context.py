@@ -88,8 +88,9 @@ class RolloutFields:
         return cls(**values)
 
     def as_list(self) -> list[Any]:
-        """Return the values, which can be packed."""
-        return list(asdict(self).values())
+        """Return the values, which can be packed: without those at the end that earlier releases did not have."""
+        values = list(asdict(self).values())
+        return values if self.draft_mode is not DraftMode.HISTORY else values[:-1]
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -36,13 +37,19 @@ class TurnRecord:
     """A turn that has been sampled."""
 
     record_id: str
-    """Id of its rollout."""
+    """Hash of the tokens of the conversation up to its end."""
     earlier: list[str]
     """Ids of the records of the earlier turns of the conversation."""
     token_ids: list[int]
     """Tokens of the conversation that follow those of the previous turn: the rest of the prompt, and the response."""
     num_ends: int
     """Number of end tokens up to the end of this turn when the messages are rendered."""
+    num_last: int
+    """Number of rendered tokens behind the last end token before the response that later prompts contain, too."""
+    responses: list[int]
+    """Numbers, counted from 1, of the end tokens of the earlier turns in the rendered prompt."""
+    outline: str
+    """Hash of the rendered prompt without the earlier turns."""
     trajectory_id: str
     """Id of the conversation."""
     turn: int
@@ -52,12 +59,7 @@ class TurnRecord:
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
-        packed: bytes = msgpack.packb(
-            [
-                *(self.record_id, self.earlier, pack_tokens(self.token_ids), self.num_ends),
-                *(self.trajectory_id, self.turn, self.problem_id),
-            ]
-        )
+        packed: bytes = msgpack.packb({**asdict(self), "token_ids": pack_tokens(self.token_ids)})
         return packed
 
     @classmethod
@@ -68,75 +70,78 @@ class TurnRecord:
             CodecError: it is not a record.
         """
         try:
-            record_id, earlier, tokens, *rest = msgpack.unpackb(data)
-            return cls(record_id, earlier, unpack_tokens(tokens), *rest)
-        except (ValueError, TypeError) as error:
+            fields = msgpack.unpackb(data)
+            return cls(**{**fields, "token_ids": unpack_tokens(fields["token_ids"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise CodecError(f"not the record of a turn: {error}") from None
 
 
-@dataclass(frozen=True)
-class TurnNames:
-    """Hashes of a conversation up to the end of a turn, under which the turn can be found."""
-
-    distinct: list[str]
-    """Those that also contain what tells responses with the same content apart, the best one first."""
-    common: str
-    """The one that responses with the same content share."""
+_SEVERAL = b"-"
+"""Owner of a name that several turns have."""
 
 
 class TurnRecords(_Records):
-    """Reads and writes records of turns."""
+    """Reads and writes records of turns, and the names under which they are found.
 
-    async def find(self, turns: Sequence[TurnNames]) -> list[str]:
-        """Return the id of the record of each turn; empty if none or more than one has its names."""
-        keys = [self._keys.turn_name(name) for turn in turns for name in (*turn.distinct, turn.common)]
+    A name is a hash of a conversation up to the end of a turn. It finds a turn only if no other one has it.
+    """
+
+    async def find(self, turns: Sequence[Sequence[str]]) -> list[str]:
+        """Return for the names of each turn the id of its record: that of the first name that finds one, or empty."""
+        keys = [self._keys.turn_name(name) for names in turns for name in names]
         if not keys:
             return []
         values: Any = await self._policy.run(lambda: self._client.mget(keys), action="look up a conversation")
-        remaining, found = iter(values), []
-        for turn in turns:
-            owners = [set((next(remaining) or b"").split()) for _ in (*turn.distinct, turn.common)]
-            found.append(next((owner.decode() for [owner] in filter(_is_single, owners)), ""))
-        return found
+        owners = iter(values)
+        found = ([owner for owner in islice(owners, len(names)) if owner not in (None, _SEVERAL)] for names in turns)
+        return [each[0].decode() if each else "" for each in found]
 
-    async def read(self, record_id: str) -> list[TurnRecord]:
-        """Return a turn after the earlier ones, which are then remembered for longer; empty if one is not known."""
+    async def read(self, record_ids: Sequence[str]) -> list[TurnRecord | None]:
+        """Return turns, which are then remembered for longer; None for those that are not known."""
+        if not record_ids:
+            return []
 
-        async def read_all(record_ids: Sequence[str]) -> list[Any]:
+        async def read_all() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
-            for one in record_ids:
-                pipeline.getex(self._keys.turn(one), ex=TURN_RETENTION_S)
+            for record_id in record_ids:
+                pipeline.getex(self._keys.turn(record_id), ex=TURN_RETENTION_S)
             return list(await pipeline.execute())
 
-        action = "read the turns of a conversation"
-        [last] = await self._policy.run(lambda: read_all([record_id]), action=action)
-        if last is None:
-            return []
-        turn = TurnRecord.decode(last)
-        earlier = await self._policy.run(lambda: read_all(turn.earlier), action=action) if turn.earlier else []
-        return [] if None in earlier else [*map(TurnRecord.decode, earlier), turn]
+        found = await self._policy.run(read_all, action="read the turns of a conversation")
+        return [None if one is None else TurnRecord.decode(one) for one in found]
 
-    async def write(self, records: Sequence[tuple[TurnRecord, TurnNames]]) -> None:
-        """Write records and their names. The first of several turns with the same distinct name has it."""
+    async def write(self, records: Sequence[tuple[TurnRecord, Sequence[str]]]) -> None:
+        """Write records and their names."""
+        names = [(self._keys.turn_name(name), record.record_id) for record, each in records for name in each]
 
-        async def write_all() -> None:
+        async def write_all() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
-            for record, names in records:
-                owner = record.record_id
-                pipeline.set(self._keys.turn(owner), record.encode(), ex=TURN_RETENTION_S, nx=True)
-                for name in names.distinct:
-                    pipeline.set(self._keys.turn_name(name), owner, ex=TURN_RETENTION_S, nx=True)
-                # All owners are kept, so that nobody takes a turn for another one with the same content.
-                pipeline.append(self._keys.turn_name(names.common), f"{owner} ")
-                pipeline.expire(self._keys.turn_name(names.common), TURN_RETENTION_S)
+            for name, owner in names:
+                pipeline.set(name, owner, ex=TURN_RETENTION_S, nx=True, get=True)
+            for name, _ in names:
+                pipeline.expire(name, TURN_RETENTION_S)
+            for record, _ in records:
+                pipeline.set(self._keys.turn(record.record_id), record.encode(), ex=TURN_RETENTION_S)
+            return list(await pipeline.execute())
+
+        if not records:
+            return
+        action = "record the turns of conversations"
+        owners = await self._policy.run(write_all, action=action)
+        shared = {
+            name: _SEVERAL
+            for (name, own), owner in zip(names, owners, strict=False)
+            if owner not in (None, own.encode(), _SEVERAL)
+        }
+
+        async def mark_shared() -> None:
+            pipeline = self._client.pipeline(transaction=False)
+            for name, owner in shared.items():
+                pipeline.set(name, owner, ex=TURN_RETENTION_S)
             await pipeline.execute()
 
-        if records:
-            await self._policy.run(write_all, action="record the turns of conversations")
-
-
-def _is_single(owners: set[bytes]) -> bool:
-    return len(owners) == 1
+        if shared:
+            await self._policy.run(mark_shared, action=action)
 
 
 class IdempotencyKeys(_Records):

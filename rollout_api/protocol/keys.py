@@ -122,11 +122,11 @@ class MessageKeys:
     """Short, lossy stream, written by engines: ids of requests with new tokens."""
 
     def turn(self, record_id: str) -> str:
-        """String with expiry, written by servers: a turn of a conversation, by the id of its rollout."""
+        """String with expiry, written by servers: a turn of a conversation, by a hash of its tokens."""
         return self._key(f"turn:{record_id}")
 
     def turn_name(self, name: str) -> str:
-        """String with expiry, written by servers: ids of the turns at whose ends a conversation has this hash."""
+        """String with expiry, written by servers: id of the only turn with this hash of its conversation."""
         return self._key(f"turn-name:{name}")
 
     def idempotency(self, key: str) -> str:

@@ -2,22 +2,226 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from rollout_api import FinishReason, Rollout, RolloutRequest
+from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest
+from rollout_server.conversations import Conversation, Conversations, PrefixSource, SampledTurn
 from tests.server.conftest import TOOL_ARGUMENTS
+from tests.support.fake_job import FakeJob
 from tests.support.served_job import MODEL_NAME, ServedJob, serving
 
 TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SOURCES = ("X-Rollout-Prefix", "X-Rollout-Turn")
+
+
+# Shapes of chat templates: what they write for messages, in tokens. Texts have tokens from 100 on.
+SYSTEM, USER, ASSISTANT, TOOL_RESULT, END, OTHER_END, TOOLS, THINK = range(8)
+END_TOKENS = frozenset({END, OTHER_END})
+
+
+def words(text: str) -> list[int]:
+    return [100 + ord(character) for character in text]
+
+
+def chatml(messages: list[dict[str, Any]]) -> list[int]:
+    """Each message ends, and reasoning is only written behind the last message of the user, as in Qwen3."""
+    last_user = max(index for index, one in enumerate(messages) if one["role"] == "user")
+    tokens = []
+    for index, one in enumerate(messages):
+        thought = [THINK, *words(one["reasoning"]), THINK] if one.get("reasoning") and index > last_user else []
+        tokens += [
+            {"user": USER, "tool": TOOL_RESULT}.get(one["role"], ASSISTANT),
+            *thought,
+            *words(one["content"]),
+            END,
+        ]
+    return [*tokens, ASSISTANT]
+
+
+def mistral(messages: list[dict[str, Any]]) -> list[int]:
+    """Only responses end."""
+    tokens = [SYSTEM]
+    for one in messages:
+        tokens += [*words(one["content"]), END] if one["role"] == "assistant" else [USER, *words(one["content"]), USER]
+    return tokens
+
+
+def mistral_with_tools(messages: list[dict[str, Any]]) -> list[int]:
+    """Only responses end, and the tools are written in front of the last message of the user."""
+    last = max(index for index, one in enumerate(messages) if one["role"] == "user")
+    tools = [TOOLS, *words("a tool with parameters"), TOOLS]
+    tokens = [SYSTEM]
+    for index, one in enumerate(messages):
+        if one["role"] == "assistant":
+            tokens += [*words(one["content"]), END]
+        else:
+            tokens += [*(tools if index == last else []), USER, *words(one["content"]), USER]
+    return tokens
+
+
+def glm(messages: list[dict[str, Any]]) -> list[int]:
+    """Responses end with the token that begins the next message."""
+    tokens = [SYSTEM]
+    for one in messages:
+        begin = {"user": END, "tool": OTHER_END}.get(one["role"], ASSISTANT)
+        tokens += [begin, *words(one["content"])]
+    return [*tokens, ASSISTANT]
+
+
+def deepseek(messages: list[dict[str, Any]]) -> list[int]:
+    """A response with one tool call does not end, and one with several ends twice."""
+    tokens = [SYSTEM]
+    for one in messages:
+        calls = len(one.get("tool_calls") or ())
+        ends = {0: [END], 1: []}.get(calls, [END, *words("again"), END]) if one["role"] == "assistant" else []
+        tokens += [{"user": USER, "tool": TOOL_RESULT}.get(one["role"], ASSISTANT), *words(one["content"]), *ends]
+    return [*tokens, ASSISTANT]
+
+
+class Chat:
+    """A client and the turns that a job has sampled for it, without a server."""
+
+    def __init__(self, conversations: Conversations, template: Callable[[list[dict[str, Any]]], list[int]]) -> None:
+        self._conversations, self._template, self._count = conversations, template, 0
+
+    async def ask(
+        self, messages: list[dict[str, Any]], *replies: dict[str, Any], end: list[int], trajectory: str = ""
+    ) -> tuple[PrefixSource, list[int], list[list[int]]]:
+        """Return what is known of the messages, the prompt that is sampled, and the tokens of the replies to it."""
+        conversation = Conversation(messages, trajectory_id=trajectory, token_ids=self._template(messages))
+        source = await self._conversations.find(conversation)
+        continuation = conversation.continuation
+        prompt = list(conversation.token_ids) if continuation is None else continuation.token_ids
+        responses = [
+            [500 + len(reply["content"]), *words(reply["content"] + str(reply.get("reasoning"))), *end]
+            for reply in replies
+        ]
+        rollouts: Any = [SimpleNamespace(token_ids=tokens, problem_id="p") for tokens in responses]
+        conversation.sampled = SampledTurn(prompt, rollouts, "t", self._count)
+        self._count += 1
+        await self._conversations.record(conversation, dict(enumerate(replies)))
+        return source, prompt, responses
+
+
+@contextmanager
+def chats(redis_url: str, template: Callable[[list[dict[str, Any]]], list[int]]) -> Iterator[Callable[..., Any]]:
+    """Return a function that runs a coroutine function with a chat."""
+
+    async def run(scenario: Callable[[Chat], Any]) -> None:
+        async with RequestClient.connect(redis_url, FakeJob(redis_url).name) as client:
+            await scenario(Chat(Conversations(client, END_TOKENS), template))
+
+    yield lambda scenario: asyncio.run(run(scenario))
+
+
+def reply(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("template", [chatml, mistral, glm])
+def test_turns_continue_with_every_shape_of_template(
+    redis_url: str, template: Callable[[list[dict[str, Any]]], list[int]], *, is_cut: bool
+) -> None:
+    async def scenario(chat: Chat) -> None:
+        messages = [
+            user("a long question"),
+            reply("one", reasoning="I think"),
+            user("two"),
+            reply("three"),
+            user("four"),
+        ]
+        end = [] if is_cut else [END]
+        _, first, [response] = await chat.ask(messages[:1], messages[1], end=end)
+        known = [*first, *response]
+        for count in (3, 5):
+            stripped = [{name: one[name] for name in ("role", "content")} for one in messages[:count]]
+            source, prompt, responses = await chat.ask(stripped, *messages[count : count + 1], end=end)
+            assert PrefixSource.RESTORED == source
+            assert [*known, END] == prompt[: len(known) + 1] if is_cut else known == prompt[: len(known)]
+            rest = prompt[len(known) + is_cut :]
+            assert rest == template(stripped)[-len(rest) :]
+            assert words(messages[count - 1]["content"]) == [token for token in rest if token >= 100]
+            known = [*prompt, *(responses[0] if responses else [])]
+
+    with chats(redis_url, template) as run:
+        run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "is_edited"),
+    [(mistral_with_tools, 0, False), (deepseek, 1, False), (deepseek, 1, True), (deepseek, 3, False)],
+)
+def test_a_turn_whose_end_is_unclear_is_unknown(
+    redis_url: str, template: Callable[[list[dict[str, Any]]], list[int]], calls: int, *, is_edited: bool
+) -> None:
+    async def scenario(chat: Chat) -> None:
+        called = reply("call", tool_calls=[{"id": f"c{n}", "function": {"name": "f"}} for n in range(calls)])
+        results = [{"role": "tool", "content": f"result {n}", "tool_call_id": f"c{n}"} for n in range(calls)]
+        messages = [user("a long question"), called, *results, user("two")]
+        await chat.ask(messages[:1], called, end=[END])
+        if is_edited:
+            messages += [reply("edited"), user("three")]
+        source, prompt, _ = await chat.ask(messages, end=[END])
+        assert (PrefixSource.UNKNOWN, template(messages)) == (source, prompt)
+
+    with chats(redis_url, template) as run:
+        run(scenario)
+
+
+def test_a_turn_that_several_responses_may_be_is_unknown(redis_url: str) -> None:
+    async def scenario(chat: Chat) -> None:
+        question = user("a long question")
+        plain, thought = reply("42"), reply("42", reasoning="R2")
+        await chat.ask([question], plain, thought, end=[END], trajectory="t")
+        for sent, trajectory, expected in [
+            (plain, "", PrefixSource.UNKNOWN),
+            (plain, "t", PrefixSource.UNKNOWN),
+            (thought, "t", PrefixSource.RESTORED),
+        ]:
+            source, prompt, _ = await chat.ask([question, sent, user("two")], end=[END], trajectory=trajectory)
+            assert expected == source
+            assert (source is PrefixSource.RESTORED) == (words("42R2") == prompt[19:23])
+        ids = [reply("", tool_calls=[{"id": "f:0", "function": {"name": "f"}}], reasoning=each) for each in "ab"]
+        await chat.ask([question], *ids, end=[END])
+        result = {"role": "tool", "content": "cold", "tool_call_id": "f:0"}
+        without = {name: ids[0][name] for name in ("role", "content", "tool_calls")}
+        assert PrefixSource.UNKNOWN == (await chat.ask([question, without, result], end=[END]))[0]
+        assert PrefixSource.RESTORED == (await chat.ask([question, ids[1], result], end=[END]))[0]
+
+    with chats(redis_url, chatml) as run:
+        run(scenario)
+
+
+def test_results_of_tools_that_are_swapped_are_another_conversation(redis_url: str) -> None:
+    async def scenario(chat: Chat) -> None:
+        called = reply("call", tool_calls=[{"id": f"c{n}", "function": {"name": "f"}} for n in range(2)])
+        results = [{"role": "tool", "content": "same", "tool_call_id": f"c{n}"} for n in range(2)]
+        messages = [user("a long question"), called, *results]
+        await chat.ask(messages[:1], called, end=[END])
+        await chat.ask(messages, reply("done"), end=[END])
+        swapped = [*messages[:2], *reversed(results), reply("done"), user("two")]
+        source, prompt, _ = await chat.ask(swapped, end=[END])
+        assert PrefixSource.RESTORED == source  # the first turn
+        assert words("done") == [token for token in prompt if token >= 100][-7:-3]
+
+    with chats(redis_url, chatml) as run:
+        run(scenario)
 
 
 def answer_in_single_characters(job: ServedJob, text: str, end: FinishReason) -> Callable[[RolloutRequest], None]:

@@ -28,6 +28,7 @@ from rollout_api.errors import (
     InvalidRequestError,
     JobEndedError,
     JobFullError,
+    PauseError,
     RedisUnreachableError,
     RequestRefusedError,
     RolloutClientError,
@@ -300,6 +301,8 @@ def http_error(error: Exception) -> VLLMError:
         return GracefulHTTPError(str(error), error.status)
     if isinstance(error, WeightsError):
         return GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST)
+    if isinstance(error, PauseError):
+        return GracefulHTTPError(str(error), HTTPStatus.CONFLICT)
     if isinstance(error, JobFullError):
         return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     if isinstance(error, RedisUnreachableError | JobEndedError):

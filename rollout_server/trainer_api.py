@@ -146,10 +146,13 @@ class TrainerApi:
         """
         with http_errors():
             if mode == "abort":
-                processor = self._engine.output_processor
-                await self._engine.abort([*processor.request_states, *processor.parent_requests], internal=True)
+                await self._abort_requests()
             await self._client.pauser.pause(PauseMode.WAIT if mode == "wait" else PauseMode.KEEP, _PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "paused"})
+
+    async def _abort_requests(self) -> None:
+        processor = self._engine.output_processor
+        await self._engine.abort([*processor.request_states, *processor.parent_requests], internal=True)
 
     async def resume(self) -> Response:
         """Resume all engines of the job."""
@@ -168,10 +171,19 @@ class TrainerApi:
         mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort",
     ) -> Response:
         """Pause all engines of the job as :meth:`pause` does, and let them free the memory of their GPUs."""
-        await self.pause(mode)
-        if level:
-            with http_errors():
-                await self._client.pauser.pause(_SLEEP_LEVELS[level], _PAUSE_TIMEOUT_S)
+        if not level:
+            await self.pause(mode)
+            return JSONResponse({"status": "sleeping", "level": level})
+        pauser = self._client.pauser
+        with http_errors():
+            await pauser.require_sleep_mode()
+            current = await pauser.mode()
+            if current is None or not current.sleep_level:  # engines that sleep must not wake for a repeated call
+                if mode == "abort":
+                    await self._abort_requests()
+                elif mode == "wait":
+                    await pauser.pause(PauseMode.WAIT, _PAUSE_TIMEOUT_S)
+            await pauser.pause(_SLEEP_LEVELS[level], _PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "sleeping", "level": level})
 
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:

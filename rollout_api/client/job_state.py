@@ -129,7 +129,7 @@ class JobPauser:
         """Pause the job, or resume it if *mode* is None, and wait for the engines."""
         what = "resumed" if mode is None else "paused"
         if mode is not None and mode.sleep_level:
-            await self._require_sleep_mode()
+            await self.require_sleep_mode()
         message = encode(Resume() if mode is None else Pause(mode=mode))
         deadline, num_sent = time.monotonic() + timeout, 0
         entry_id = ""
@@ -156,7 +156,12 @@ class JobPauser:
                 raise PauseError(f"the job is not {what} after {timeout:.0f} s: {_reason(is_processed, waiting)}")
             await asyncio.sleep(_POLL_INTERVAL_S)
 
-    async def _require_sleep_mode(self) -> None:
+    async def require_sleep_mode(self) -> None:
+        """Check that all engines can sleep.
+
+        Raises:
+            PauseError: some cannot.
+        """
         engines = await self._channel.engine_reports()
         if unable := sorted(engine for engine, report in engines.items() if not report.get("can_sleep")):
             raise PauseError(

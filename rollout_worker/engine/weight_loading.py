@@ -186,9 +186,11 @@ class WeightLoader:
         async with self._falling_asleep:
             if self._sleep_level:
                 return
+            await self._pause.release()  # an update may wait until responses have ended
             await self._loading.acquire()  # until the engine wakes
             try:
-                level = level if self._directory is not None else 1  # nobody has other weights
+                if self._directory is None or self._config.spec.max_lora_rank:
+                    level = 1  # weights from a trainer's memory, or adapters, could not be read again
                 with translate_errors("falling asleep"):
                     await self._client.call(self._client.llm.sleep(level, mode="keep"))
             except BaseException:

@@ -63,13 +63,14 @@ def test_a_job_sleeps_and_wakes_as_vllms_server_does(server: str, job: ServedJob
         job.report_engine("a", version=0, can_sleep=True, **report)
 
     def fall_asleep() -> None:
-        follow(Pause(), paused="keep")
         follow(Pause(mode=mode), paused=mode)
 
     job.report_engine("a", version=0, can_sleep=True)
     assert not httpx.get(f"{server}/is_sleeping").json()["is_sleeping"]
     slept = while_calling(lambda: post(f"{server}/sleep", level=str(level), mode="keep"), fall_asleep)
     assert {"status": "sleeping", "level": level} == slept.json()
+    again = while_calling(lambda: post(f"{server}/sleep", level=str(level), mode="wait"), fall_asleep)
+    assert slept.json() == again.json()
     assert httpx.get(f"{server}/is_sleeping").json()["is_sleeping"]
     woken = while_calling(lambda: post(f"{server}/wake_up", tags="weights"), lambda: follow(Resume()))
     assert {"status": "awake", "tags": ["weights"]} == woken.json()
@@ -77,14 +78,11 @@ def test_a_job_sleeps_and_wakes_as_vllms_server_does(server: str, job: ServedJob
 
 
 def test_engines_that_cannot_sleep_are_named(server: str, job: ServedJob) -> None:
-    def follow() -> None:
-        wait_for(lambda: bool(job.control_messages()))
-        job.serve_once()
-        job.report_engine("a", version=0, paused="keep")
-
     job.report_engine("a", version=0)
-    reply = while_calling(lambda: post(f"{server}/sleep", mode="keep"), follow)
+    reply = post(f"{server}/sleep")
+    assert 409 == reply.status_code
     assert "a cannot sleep; set spec.engine.extraArgs: {enable_sleep_mode: true}" in reply.json()["error"]["message"]
+    assert [] == job.control_messages()
 
 
 def test_pausing_may_end_the_requests_in_progress(server: str, job: ServedJob) -> None:

@@ -133,10 +133,8 @@ def test_a_continued_response_has_the_kept_tokens_of_its_prefix(
 def test_settings_without_a_bound_of_the_kept_tokens_are_rejected(settings: dict[str, object], message: str) -> None:
     sampling = Sampling.model_validate({"kept_tokens": True, **settings})
     with pytest.raises(AdmissionError, match=message):
-        check_admission(sampling, 10, max_model_len=2048, speculative=True)
-    check_admission(
-        Sampling.model_validate({"kept_tokens": False, **settings}), 10, max_model_len=2048, speculative=True
-    )
+        check_admission(sampling, 10, max_model_len=2048)
+    check_admission(Sampling.model_validate({"kept_tokens": False, **settings}), 10, max_model_len=2048)
 
 
 @given(

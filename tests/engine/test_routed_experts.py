@@ -173,8 +173,8 @@ def test_tokens_keep_the_experts_of_the_weights_that_sampled_them(
 
 def test_engines_without_the_argument_refuse_the_request() -> None:
     with pytest.raises(AdmissionError, match=r"sampling.routedExperts needs engine.extraArgs: .*V2 model runner"):
-        check_admission(SAMPLING, 10, max_model_len=2048, speculative=True)
-    check_admission(SAMPLING, 10, max_model_len=2048, speculative=True, routed_experts=True)
+        check_admission(SAMPLING, 10, max_model_len=2048)
+    check_admission(SAMPLING, 10, max_model_len=2048, routed_experts=True)
 
 
 @pytest.mark.skipif(USES_V2, reason="run without VLLM_USE_V2_MODEL_RUNNER=1: V2 accepts the argument")

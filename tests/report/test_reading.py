@@ -46,7 +46,7 @@ def tokenizer() -> Any:
 
 
 def describe(history_redis: str = "") -> JobDescription:
-    return JobDescription("das/none", 300, "{}", 64, 2**20, 10, KEYS.full_name, history_redis)
+    return JobDescription("das/none", 300, "{}", 64, 2**20, 2**20, 10, KEYS.full_name, history_redis)
 
 
 @pytest.fixture

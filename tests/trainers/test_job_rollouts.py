@@ -74,7 +74,9 @@ def trainer(step: int = 0, **settings: Any) -> SimpleNamespace:
         "min_p": None,
         "repetition_penalty": 1.0,
         "max_completion_length": 8,
-        "args": SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex=None),
+        "args": SimpleNamespace(
+            use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex=None, vllm_enable_sleep_mode=False
+        ),
     }
     return SimpleNamespace(**(defaults | settings))
 
@@ -139,7 +141,9 @@ def test_messages_are_rendered_by_the_chat_template(job: UpdatingJob, client: Ro
 def test_trainers_sampling_settings_are_used_and_can_be_overridden(
     job: UpdatingJob, client: RolloutClient, tmp_path: Path
 ) -> None:
-    arguments = SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex="a+")
+    arguments = SimpleNamespace(
+        use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex="a+", vllm_enable_sleep_mode=False
+    )
     JobRollouts(client, tmp_path, sampling={"stop": ["x"], "top_p": 0.5})(["a"], trainer(args=arguments))
     [request] = job.received
     assert (0.7, 0.5, 8, True, ["x"]) == (

@@ -80,9 +80,9 @@ def test_engines_that_cannot_sleep_are_named(server: str, job: ServedJob) -> Non
     def follow() -> None:
         wait_for(lambda: bool(job.control_messages()))
         job.serve_once()
-        job.report_engine("a", version=0, paused="keep")
+        job.report_engine("a", version=0, can_sleep=False, paused="keep")
 
-    job.report_engine("a", version=0)
+    job.report_engine("a", version=0, can_sleep=False)
     reply = while_calling(lambda: post(f"{server}/sleep", mode="keep"), follow)
     assert "a cannot sleep; set spec.engine.extraArgs: {enable_sleep_mode: true}" in reply.json()["error"]["message"]
 

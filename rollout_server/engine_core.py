@@ -36,7 +36,7 @@ from rollout_api.errors import (
     WeightsError,
 )
 from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
-from rollout_api.protocol.messages import FinishReason, Partial
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout
 from rollout_server.access import LimitError, current_model_tokens, error_response
 from rollout_server.conversations import SampledTurn
 from rollout_server.engine_outputs import ResponseOutputs
@@ -85,11 +85,16 @@ class JobEngineCore:
     engine_ranks_managed = (0,)
 
     def __init__(
-        self, client: RequestClient, output_processor: OutputProcessor, reported_draft_length: int | None = None
+        self,
+        client: RequestClient,
+        output_processor: OutputProcessor,
+        reported_draft_length: int | None = None,
+        *,
+        engines_find_reasoning: bool,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._client, self._output_processor = client, output_processor
-        self._reported_draft_length = reported_draft_length
+        self._reported_draft_length, self._engines_find_reasoning = reported_draft_length, engines_find_reasoning
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._running: dict[str, tuple[Group, asyncio.Task[None]]] = {}
         """Request of vLLM's server → its group, and the task that receives the group's rollouts."""
@@ -188,6 +193,8 @@ class JobEngineCore:
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
         sampling = _sampling_overrides(group.params)
+        if not self._engines_find_reasoning and {**self._client.job.sampling, **sampling}["structured_outputs"]:
+            _check_reasoning(group.requests[0])
         client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
         prompt = _prompt_of(group)
         image_hashes = [sha256(image).digest() for image in prompt.images]
@@ -251,8 +258,7 @@ class JobEngineCore:
                 on_tokens=put_tokens if group.is_streamed else None,
             )
             for rollout in rollouts:
-                if rollout.finish_reason is FinishReason.FAILED:
-                    raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
+                raise_if_failed(rollout)
             if context.conversation is not None and group.source is None:
                 prompt = group.requests[0].prompt_token_ids or []
                 context.conversation.sampled = SampledTurn(prompt, rollouts, group.trajectory_id or "", group.turn)
@@ -310,6 +316,20 @@ def http_error(error: Exception) -> VLLMError:
     if not isinstance(error, RolloutClientError):
         logger.error("A request failed.", exc_info=error)
     return GracefulHTTPError(str(error) or type(error).__name__, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def raise_if_failed(rollout: Rollout) -> None:
+    """Check that a rollout has not failed.
+
+    Raises:
+        VLLMError: it has. If another request may succeed, the status says that the request is wrong, because clients
+            repeat requests after a status that says that the server has failed.
+    """
+    if rollout.finish_reason is not FinishReason.FAILED:
+        return
+    if rollout.refused:
+        raise VLLMValidationError(rollout.detail)
+    raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _refusal(error: VLLMError) -> JSONResponse:
@@ -378,6 +398,21 @@ def prepare_request(
     except (RolloutClientError, LimitError) as error:
         raise http_error(error) from None
     return prepared
+
+
+def _check_reasoning(request: EngineCoreRequest) -> None:
+    """Check that a response with structured outputs, from engines without a reasoning parser, begins without reasoning.
+
+    Raises:
+        VLLMValidationError: the server would take the response for reasoning, and return no content.
+    """
+    if request.reasoning_parser_kwargs is not None and not request.reasoning_ended:
+        raise VLLMValidationError(
+            "this server has a reasoning parser, but the job's engines have none, so they would apply the structured "
+            "outputs to the reasoning; set reasoning_parser in the job's spec.engine.extraArgs, or turn reasoning off "
+            "in the request",
+            parameter="structured_outputs",
+        )
 
 
 _UNSUPPORTED = {

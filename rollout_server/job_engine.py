@@ -31,10 +31,16 @@ class JobEngine(AsyncLLM):
         vllm_config: the server's configuration.
         client: connection to the job.
         reported_draft_length: maximum number of tokens of a draft, if responses have metrics of their drafts.
+        engines_find_reasoning: whether the job's engines apply structured outputs to what follows the reasoning.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, client: RequestClient, reported_draft_length: int | None = None
+        self,
+        vllm_config: VllmConfig,
+        client: RequestClient,
+        reported_draft_length: int | None = None,
+        *,
+        engines_find_reasoning: bool,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -52,7 +58,9 @@ class JobEngine(AsyncLLM):
         """Tokens that end a response of the model."""
         self.conversations = Conversations(client, self.end_tokens)
         """The conversations of the job."""
-        self.engine_core: Any = JobEngineCore(client, self.output_processor, reported_draft_length)
+        self.engine_core: Any = JobEngineCore(
+            client, self.output_processor, reported_draft_length, engines_find_reasoning=engines_find_reasoning
+        )
         self.output_handler: asyncio.Task[None] | None = None
 
     def __del__(self) -> None:

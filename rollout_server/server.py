@@ -106,7 +106,12 @@ async def build_app(
         lora_config=_lora_config(spec.engine),
         weight_transfer_config=WeightTransferConfig(backend=backend) if (backend := transfer_backend(spec)) else None,
     )
-    engine = JobEngine(vllm_config, client, _reported_draft_length(spec, args.per_request_spec_decode_metrics))
+    engine = JobEngine(
+        vllm_config,
+        client,
+        _reported_draft_length(spec, args.per_request_spec_decode_metrics),
+        engines_find_reasoning=_engines_find_reasoning(spec.engine),
+    )
     tasks = await engine.get_supported_tasks()
     # vLLM's own endpoints for adapters are left out, but its server must look up names that it does not know.
     os.environ.pop(_RESOLVE_ADAPTERS, None)
@@ -191,6 +196,13 @@ def _reported_draft_length(spec: RolloutJobSpec, level: str) -> int | None:
             "remove the option"
         )
     return spec.speculation.max_draft_length
+
+
+def _engines_find_reasoning(engine_spec: EngineSpec) -> bool:
+    """Return whether the engines have a reasoning parser, and so apply structured outputs to what follows."""
+    config = engine_spec.extra_args.get("structured_outputs_config")
+    nested = config.get("reasoning_parser") if isinstance(config, dict) else None
+    return bool(engine_spec.extra_args.get("reasoning_parser") or nested)
 
 
 def _lora_config(engine_spec: EngineSpec) -> Any:

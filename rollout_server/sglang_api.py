@@ -26,7 +26,7 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
-from rollout_server.engine_core import http_error, http_errors, prepare_request
+from rollout_server.engine_core import http_error, http_errors, prepare_request, raise_if_failed
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
@@ -260,8 +260,7 @@ class SglangApi:
         meta: dict[str, Any] = {"id": request_id, "prompt_tokens": len(prompt_tokens)}
         if rollout is None:
             return JSONResponse(self._reply(body, Partial.join(running.tokens), FinishReason.CANCELLED, meta))
-        if rollout.finish_reason is FinishReason.FAILED:
-            raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
+        raise_if_failed(rollout)
         meta |= {
             "cached_tokens": rollout.num_cached_tokens,
             "spec_accept_token_num": rollout.num_accepted_tokens,

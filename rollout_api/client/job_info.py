@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -30,6 +30,7 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 _LOOKUP_INTERVAL_S = 0.25
 _MAX_LISTED_JOBS = 20
 _REQUEST_DEFAULTS = {name: field.default for name, field in RolloutRequest.model_fields.items()}
+_NO_OVERRIDES = Sampling()
 _HEADER = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?![0-9a-f])")
 
 
@@ -71,6 +72,8 @@ class JobInfo:
     """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
     """The job's defaults for the settings of :class:`Sampling`."""
+    known_sampling: Set[str]
+    """Names of the settings that the job's version has."""
     history: str
     """``namespace/name`` of the job's history."""
     has_separate_history_redis: bool
@@ -92,6 +95,7 @@ class JobInfo:
                 f"{remedy}"
             )
         try:
+            sampling = Sampling.model_validate_json(description["sampling"], extra="ignore")
             return cls(
                 uid=uid,
                 name=name,
@@ -101,7 +105,8 @@ class JobInfo:
                 max_request_bytes=int(description["max_request_bytes"]),
                 max_image_bytes=int(description.get("max_image_bytes", 0)),
                 max_rollouts=int(description["max_rollouts"]),
-                sampling=Sampling.model_validate_json(description["sampling"], extra="ignore").model_dump(),
+                sampling=sampling.model_dump(),
+                known_sampling=sampling.model_fields_set,
                 history=description["history"],
                 has_separate_history_redis=description.get("history_redis") == "own",
             )
@@ -207,10 +212,19 @@ class JobInfo:
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
         try:
             if not overrides:
-                return Sampling(), self._default_sampling
-            return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
+                return _NO_OVERRIDES, self._default_sampling
+            sent, sampling = Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
             raise InvalidRequestError(f"{where}: sampling.{first_error(invalid, Sampling)}") from None
+        # The job would not answer a request with a setting that it cannot decode.
+        unknown = sent.model_fields_set - self.known_sampling
+        if needed := sorted(name for name in unknown if getattr(sent, name) != getattr(_NO_OVERRIDES, name)):
+            raise InvalidRequestError(
+                f"{where}: the version of the job does not support sampling.{needed[0]}; upgrade the job's image"
+            )
+        if unknown:
+            sent = Sampling.model_validate(sent.model_dump(include=sent.model_fields_set - unknown))
+        return sent, sampling
 
     def check_images(self, images: Mapping[str, bytes], where: str) -> None:
         """Check that the job takes all these images in one request.

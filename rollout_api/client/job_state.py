@@ -163,7 +163,12 @@ class JobPauser:
             PauseError: some cannot.
         """
         engines = await self._channel.engine_reports()
-        if unable := sorted(engine for engine, report in engines.items() if not report.get("can_sleep")):
+        if earlier := sorted(engine for engine, report in engines.items() if "can_sleep" not in report):
+            raise PauseError(
+                f"the version of {', '.join(earlier[:_MAX_LISTED_ENGINES])} cannot sleep; upgrade the job's image, or "
+                "pause the job, whose engines then keep their memory"
+            )
+        if unable := sorted(engine for engine, report in engines.items() if not report["can_sleep"]):
             raise PauseError(
                 f"{', '.join(unable[:_MAX_LISTED_ENGINES])} cannot sleep; set spec.engine.extraArgs: "
                 "{enable_sleep_mode: true}, or pause the job, whose engines then keep their memory"

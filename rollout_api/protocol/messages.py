@@ -444,6 +444,8 @@ class Rollout(_Response):
     """Why the rollout ended."""
     detail: str = ""
     """Explanation of the finish reason, if it needs one."""
+    refused: bool = False
+    """Whether the rollout failed because no engine can serve its request as it is. Other requests may succeed."""
     routed_experts: RoutedExperts | None = None
     """Experts to which each token of the prompt and the response but the last was routed, if requested. A rollout that
     was interrupted may lack them."""

@@ -48,8 +48,11 @@ MAX_MESSAGE_CHARS = 2000
 _MAX_CONNECTIONS = 1024
 _STACK_BYTES = 512 << 10
 """Stack of a thread that waits for a response."""
-_RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)
-_RETRIED_STATUSES = (429, 500, 502, 503, 504)
+RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)
+RETRIED_STATUSES = (429, 502, 503, 504)
+"""Statuses of the job's HTTP server while it is restarted or has no room.
+
+500 is none of them: it stands for a rollout that has failed, and repeated requests have the same rollout."""
 _DATA_RESERVE = 2 << 30
 """Bytes that the process may reserve beyond its memory limit. Libraries such as pyarrow reserve memory unused."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -320,7 +323,7 @@ class _Request:
             CallError: if the server refuses the request.
             CancelledError: if the request is cancelled.
         """
-        for delay in itertools.chain(_RETRY_DELAYS_S, itertools.repeat(_RETRY_DELAYS_S[-1])):
+        for delay in itertools.chain(RETRY_DELAYS_S, itertools.repeat(RETRY_DELAYS_S[-1])):
             if self._is_cancelled.is_set():
                 raise asyncio.CancelledError
             try:
@@ -337,7 +340,7 @@ class _Request:
                 self._connection.close()
             if response.status == HTTPStatus.OK:
                 return response.headers, json.loads(data)
-            if response.status not in _RETRIED_STATUSES:
+            if response.status not in RETRIED_STATUSES:
                 text = data[:MAX_MESSAGE_CHARS].decode(errors="replace")
                 raise CallError("sampling", f"the job answered with status {response.status}: {text}")
             self._is_cancelled.wait(delay)

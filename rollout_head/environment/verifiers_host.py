@@ -15,7 +15,17 @@ from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import verifiers.v1 as vf
-from environment_host import CallError, RolloutRecord, TimeBudget, UsageError, as_error, as_reward, check_header
+from environment_host import (
+    RETRIED_STATUSES,
+    RETRY_DELAYS_S,
+    CallError,
+    RolloutRecord,
+    TimeBudget,
+    UsageError,
+    as_error,
+    as_reward,
+    check_header,
+)
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.eval import EvalClient
@@ -25,9 +35,6 @@ from verifiers.v1.utils.loaders import import_taskset, load_environment, resolve
 
 _TOKEN_VARIABLE = "ROLLOUT_ENVIRONMENT_API_KEY"  # noqa: S105  # the name of a variable
 """Variable with the server's token. Because of API_KEY in its name, verifiers does not pass it to agents' programs."""
-_RETRIED_STATUSES = (429, 500, 502, 503, 504)
-"""Statuses of the job's HTTP server while it is restarted or has no room."""
-_RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)
 
 
 class JobClient(EvalClient):
@@ -51,12 +58,12 @@ class JobClient(EvalClient):
         if record is not None:
             headers.update(record.headers(json.dumps(body, sort_keys=True).encode()))
         with nullcontext() if record is None else record.budget.paused():
-            for delay in itertools.chain(_RETRY_DELAYS_S, itertools.repeat(_RETRY_DELAYS_S[-1])):
+            for delay in itertools.chain(RETRY_DELAYS_S, itertools.repeat(RETRY_DELAYS_S[-1])):
                 try:
                     response = await super()._request(url, body, headers)
                     break
                 except ProviderError as error:
-                    if error.status_code not in _RETRIED_STATUSES:
+                    if error.status_code not in RETRIED_STATUSES:
                         raise
                 await asyncio.sleep(delay)
         if record is not None:

@@ -38,6 +38,8 @@ from rollout_worker.engine_worker.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 _EXIT_FAILED = 1
+_SLEEP_POLL_INTERVAL_S = 1.0
+"""Seconds between two checks whether a job that sleeps has woken."""
 
 
 class EngineActor:
@@ -103,6 +105,8 @@ async def _serve_once(
         try:
             model = await asyncio.to_thread(setup.model)
             config = engine_config(setup, model, speculative=speculative)
+            job_store = setup.job_store()
+            await _wait_until_awake(job_store, name)
             if setup.machines_per_engine > 1:
                 config = await stack.enter_async_context(_gathered(setup, config))
             engine = await Engine.start(config)
@@ -112,7 +116,22 @@ async def _serve_once(
             actor.error = str(error) if is_expected else f"{type(error).__name__}: {error}"
             actor.started = True
             return None
-        return await _serve_with(engine, actor, setup, name, model, speculation_disabled=speculation_disabled)
+        return await _serve_with(
+            engine, actor, setup, job_store, name, model, speculation_disabled=speculation_disabled
+        )
+
+
+async def _wait_until_awake(job_store: JobStore, name: str) -> None:
+    """Wait while the job sleeps, because a trainer may use the memory that the engine would take.
+
+    A job that is closed wakes. The process of an engine that waits is ended without a message.
+    """
+    is_logged = False
+    while (mode := await job_store.job.pause()) is not None and mode.sleep_level:
+        if not is_logged:
+            logger.warning("The job sleeps, so that %s waits to start until the job wakes.", name)
+            is_logged = True
+        await asyncio.sleep(_SLEEP_POLL_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
@@ -133,10 +152,17 @@ async def _gathered(setup: JobSetup, config: EngineConfig) -> AsyncIterator[Engi
 
 
 async def _serve_with(
-    engine: Engine, actor: EngineActor, setup: JobSetup, name: str, model: Path, *, speculation_disabled: bool
+    engine: Engine,
+    actor: EngineActor,
+    setup: JobSetup,
+    job_store: JobStore,
+    name: str,
+    model: Path,
+    *,
+    speculation_disabled: bool,
 ) -> EngineWorker:
     """Serve with an engine until it has left the job, and close it."""
-    job, job_store = setup.job, setup.job_store()
+    job = setup.job
     worker = EngineWorker(
         engine,
         job_store,

@@ -168,6 +168,7 @@ class RolloutExecutor:
             stream = TokenStream(engine_id, order_id, request, sample, num_streamed)
         generated: GenerationResult | None = None
         reason: FinishReason | None
+        refusal: dict[str, bool] = {}  # left out of other rollouts, as every field with its default value is
         try:
             _check_age(prefix, running.assignment.oldest_version)
             with self._prefetcher.in_use(request.problem):
@@ -175,6 +176,7 @@ class RolloutExecutor:
             reason, detail = generated.finish_reason or running.finish_reason, ""
         except AdmissionError as error:
             reason, detail = FinishReason.FAILED, str(error)
+            refusal["refused"] = True
         tokens = resumed if stream is not None else None
         if generated is not None:
             tokens = generated.tokens
@@ -190,6 +192,7 @@ class RolloutExecutor:
             tokens,
             reason,
             detail=detail,
+            **refusal,
             num_decoding_steps=generated.num_decoding_steps if generated else 0,
             num_draft_tokens=generated.num_draft_tokens if generated else 0,
             num_accepted_tokens=generated.num_accepted_tokens if generated else 0,

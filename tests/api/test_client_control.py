@@ -251,6 +251,22 @@ def test_a_job_that_does_not_follow_is_an_error_that_says_who(client: RolloutCli
         client.pause(timeout=0.4)
 
 
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"can_sleep": False}, "a cannot sleep; set spec.engine.extraArgs: {enable_sleep_mode: true}"),
+        ({}, "the version of a cannot sleep; upgrade the job's image"),
+    ],
+)
+def test_engines_that_cannot_sleep_are_named(
+    client: RolloutClient, job: FakeJob, report: dict[str, bool], message: str
+) -> None:
+    job.report_engine("a", version=0, **report)
+    with pytest.raises(PauseError, match=message):
+        client.sleep()
+    assert [] == job.control_messages()
+
+
 def test_wrong_modes_are_refused(client: RolloutClient, job: FakeJob) -> None:
     with pytest.raises(InvalidRequestError, match="mode"):
         client.pause("abort")

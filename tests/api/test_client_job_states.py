@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from rollout_api import (
     JobChangedError,
     JobEndedError,
     JobNotFoundError,
+    Prompt,
     RedisRefusedError,
     RedisUnreachableError,
     Rollout,
     RolloutClient,
     RolloutClientError,
+    Sampling,
     VersionMismatchError,
 )
 from rollout_api.client import job_state
@@ -55,6 +58,27 @@ def test_version_mismatch_says_which_side_to_upgrade(
     job.redis.hset(job.keys.job, "version", version)
     with pytest.raises(VersionMismatchError, match=expected_error):
         RolloutClient.connect(redis_url, job.name)
+
+
+def test_a_job_of_an_earlier_version_gets_no_setting_that_it_does_not_know(redis_url: str, job: FakeJob) -> None:
+    """It would not answer the request. HTTP servers set everything explicitly."""
+    stored: Any = job.redis.hget(job.keys.job, "sampling")
+    known = json.loads(stored)
+    del known["structured_outputs"], known["min_p"]
+    job.redis.hset(job.keys.job, "sampling", json.dumps(known))
+    with RolloutClient.connect(redis_url, job.name) as client:
+        for sampling in ({"structured_outputs": {"regex": "a"}}, Sampling(structured_outputs={"regex": "a"})):
+            message = "prompt 0: the version of the job does not support sampling.structured_outputs; upgrade the job's"
+            with (
+                pytest.raises(InvalidRequestError, match=message),
+                client.step(0, [Prompt([1], sampling=sampling)]),
+            ):
+                pass
+        defaults = Sampling(min_p=0.0, temperature=0.5, min_tokens=2)
+        with client.step(0, [Prompt([1], sampling=defaults)]):
+            [request] = job.wait_for_requests(1)
+        assert {"temperature", "min_tokens", "max_tokens"} == request.sampling.model_fields_set
+        assert (0.5, 2, 64) == (request.sampling.temperature, request.sampling.min_tokens, request.sampling.max_tokens)
 
 
 def test_replaced_job_is_an_error(client: RolloutClient, job: FakeJob, redis_url: str) -> None:

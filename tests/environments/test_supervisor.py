@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from rollout_head.environment.supervisor import (
 from tests.support.waiting import wait_for
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
+VERIFIERS = Path(__file__).parents[2] / ".venv" / "verifiers" / "bin" / "python"
 ALL_ACTIONS = ["one", "raise", "sys_exit", "cancelled", "nan", "none", "text", "die", "segfault", "print"]
 EXPECTED = {
     "one": 1.0,
@@ -273,6 +276,55 @@ def test_an_environment_that_cannot_be_loaded_is_an_error_with_advice(
     supervisor = EnvironmentSupervisor(Environment(**settings))
     with pytest.raises(EnvironmentLoadError, match=message):
         supervisor.load()
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"entry_point": "scripted:Dialogue", "args": {"actions": ["one"]}}, "0-one"),
+        pytest.param(
+            {"verifiers": "sums-for-verifiers", "python": str(VERIFIERS)},
+            "sums-for-verifiers/0",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    not VERIFIERS.exists(), reason="verifiers is not installed; run scripts/get-verifiers"
+                ),
+            ],
+        ),
+    ],
+    ids=["python", "verifiers"],
+)
+def test_a_response_that_has_failed_is_an_error_after_retries_while_the_server_is_away(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], problem: str
+) -> None:
+    """The server answers a repeated request with the same rollout, and waiting for it does not count as time."""
+    statuses = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            statuses.append(500 if statuses else 503)
+            body = b'{"error": {"message": "6 engines were lost with it"}}'
+            self.send_response(statuses[-1])
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    supervisor = EnvironmentSupervisor(Environment(**environment))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            supervisor.load()
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            call = {"problem": problem, "sample": 0, "epoch": 1, "model": "tiny", "url": url, "token": "t"}
+            result = supervisor.call("trajectory", call).result(timeout=60)
+        finally:
+            server.shutdown()
+            supervisor.close()
+    assert "6 engines were lost with it" in result["error"]["message"]
+    assert [503, 500] == statuses
 
 
 def test_the_environment_does_not_see_the_jobs_secrets(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

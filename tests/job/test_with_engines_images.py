@@ -128,7 +128,7 @@ def test_the_model_sees_the_images_of_its_prompts(
             (Prompt([*filler, *ids], images=[RED], sampling=GREEDY), "exceed engine.maxModelLen"),
         ]
         for rollout in await sample(running, client, 2, [prompt for prompt, _ in wrong]):
-            assert FinishReason.FAILED is rollout.finish_reason
+            assert (FinishReason.FAILED, True) == (rollout.finish_reason, rollout.refused)
             assert wrong[prompt_index(rollout)][1] in rollout.detail
 
     async def with_http(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,10 +18,12 @@ import pytest
 import redis
 
 from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import PauseMode
 from rollout_api.redis_client.connection import connect
-from rollout_store.job.engines import EngineReport
+from rollout_store.job.engines import EngineError, EngineReport
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.setup import JobSetup
+from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_worker.engine_actor import EngineActor
 from rollout_worker.engine_worker.engines import ENGINE_POLL_INTERVAL_S, EngineWatcher
 from rollout_worker.engine_worker.fleet import Fleet
@@ -166,6 +169,29 @@ def test_engines_are_told_unless_the_job_has_ended(redis_url: str, state: str | 
     fleet = Fleet(JobSetup(MANIFEST, "leaving", redis_url, 100, "fingerprint"), EngineActor)  # without engines
     shut_down_engines(LauncherStore(server, JOB), "worker-0/1", fleet, 25.0)
     assert told == (b"25.0" == server.get(JOB.shutdown_grace("worker-0/1")))
+
+
+def test_an_engine_that_starts_while_the_job_sleeps_waits_until_it_wakes(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would take the memory that the trainer uses."""
+
+    async def start(_: object) -> Engine:
+        raise EngineError("it would start now")
+
+    server = connect(redis_url)
+    server.hset(JOB.job, "pause", PauseMode.DEEP_SLEEP)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    manifest = {**MANIFEST, "spec": {**MANIFEST["spec"], "model": {"uri": str(tmp_path)}}}
+    monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # it would remove the handler of this test
+    actor = EngineActor(JobSetup(manifest, "leaving", redis_url, 100, "fingerprint"), "engine-0", speculative=False)
+    wait_for(lambda: actor.started or "The job sleeps, so that engine-0 waits" in caplog.text, 60)
+    assert not actor.started, actor.error
+    server.hset(JOB.job, "pause", PauseMode.KEEP)
+    wait_for(lambda: actor.started, 60)
+    assert "it would start now" == actor.state().error
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 from rollout_api import FinishReason, Purpose, RolloutRequest
 from rollout_api.protocol.history_encoding import encode_draft_sources
 from rollout_server.server import ServerArgumentError
+from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -411,6 +412,43 @@ def test_structured_outputs_are_those_of_the_request(
     assert [expected, expected] == [request.sampling.structured_outputs for request in found]
 
 
+@pytest.mark.parametrize(
+    "extra_args",
+    [{}, {"reasoning_parser": "qwen3"}, {"structured_outputs_config": {"reasoning_parser": "qwen3"}}],
+    ids=["no parser", "parser", "parser in a configuration"],
+)
+def test_structured_outputs_follow_the_reasoning_or_are_refused(
+    job: ServedJob, redis_url: str, model: Path, extra_args: dict[str, Any]
+) -> None:
+    """Engines without a parser would apply them to the first token, which the server takes for reasoning."""
+    found: list[RolloutRequest] = []
+    engine = {**SMALL_CPU_ENGINE, "extraArgs": extra_args}
+    with (
+        serving(job, redis_url, model, ["--reasoning-parser=qwen3"], engine=engine) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+    ):
+        create = client.chat.completions.create
+        constrained: Any = {"model": MODEL_NAME, "response_format": {"type": "json_object"}}
+        if extra_args:
+            completion = while_calling(
+                lambda: create(messages=MESSAGES, **constrained), answering(job, "<think>one</think>{}", found=found)
+            )
+            assert "{}" == completion.choices[0].message.content
+        else:
+            with pytest.raises(
+                openai_package.BadRequestError, match=r"set reasoning_parser in .*spec.engine.extraArgs"
+            ):
+                create(messages=MESSAGES, **constrained)
+            for call in (
+                lambda: create(model=MODEL_NAME, messages=MESSAGES),
+                lambda: client.completions.create(
+                    model=MODEL_NAME, prompt="one", extra_body={"structured_outputs": {"json_object": True}}
+                ),
+            ):
+                while_calling(call, answering(job, "{}", found=found))
+            assert [{}, {"json_object": True}] == [request.sampling.structured_outputs for request in found]
+
+
 def _in_body(settings: dict[str, Any]) -> dict[str, Any]:
     return settings if "extra_body" in settings else {"extra_body": settings}
 
@@ -445,14 +483,19 @@ def test_an_unknown_model_is_not_found(openai: OpenAI) -> None:
         openai.completions.create(model="other", prompt="one")
 
 
-def test_a_rollout_that_fails_is_an_error_with_its_reason(openai: OpenAI, job: ServedJob) -> None:
+@pytest.mark.parametrize(
+    ("refused", "error"), [(False, openai_package.InternalServerError), (True, openai_package.BadRequestError)]
+)
+def test_a_rollout_that_fails_is_an_error_with_its_reason(
+    openai: OpenAI, job: ServedJob, *, refused: bool, error: type[openai_package.APIStatusError]
+) -> None:
+    """OpenAI's client repeats requests that fail with a status of 500 or more."""
+
     def fail() -> None:
         [request] = job.wait_for_requests(1)
-        rollout = job.rollout(request, 0, "", FinishReason.LENGTH)
-        failed = rollout.model_copy(update={"finish_reason": FinishReason.FAILED, "detail": "minP does not work"})
-        job.keep(request, failed)
+        job.fail(request, "minP does not work", refused=refused)
 
-    with pytest.raises(openai_package.InternalServerError, match="minP does not work"):
+    with pytest.raises(error, match="minP does not work"):
         while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), fail)
 
 

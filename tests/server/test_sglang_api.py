@@ -154,6 +154,19 @@ def test_weights_are_published_from_a_directory(server: str, job: ServedJob, tmp
     assert "weight_version: 'new' is not a number" in wrong.json()["message"]
 
 
+@pytest.mark.parametrize(("refused", "status"), [(False, 500), (True, 400)])
+def test_a_sample_that_fails_is_an_error_with_its_reason(
+    server: str, job: ServedJob, *, refused: bool, status: int
+) -> None:
+    def fail() -> None:
+        [request] = job.wait_for_requests(1)
+        job.fail(request, "the grammar is empty", refused=refused)
+
+    reply = while_calling(lambda: generate(server, [1, 2]), fail)
+    assert status == reply.status_code
+    assert "the grammar is empty" in reply.text
+
+
 def test_a_job_looks_like_an_engine_on_one_gpu(server: str) -> None:
     httpx.get(f"{server}/health_generate").raise_for_status()
     info = httpx.get(f"{server}/server_info").json()

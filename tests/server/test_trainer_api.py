@@ -78,7 +78,7 @@ def test_a_job_sleeps_and_wakes_as_vllms_server_does(server: str, job: ServedJob
 
 
 def test_engines_that_cannot_sleep_are_named(server: str, job: ServedJob) -> None:
-    job.report_engine("a", version=0)
+    job.report_engine("a", version=0, can_sleep=False)
     reply = post(f"{server}/sleep")
     assert 409 == reply.status_code
     assert "a cannot sleep; set spec.engine.extraArgs: {enable_sleep_mode: true}" in reply.json()["error"]["message"]

@@ -84,6 +84,12 @@ class ServedJob(FakeJob):
             }
         )
 
+    def fail(self, request: RolloutRequest, detail: str, *, refused: bool = False) -> None:
+        """Answer a request for one sample with a rollout that has failed."""
+        failed = self.make_rollout(request, 0, length=0, finish_reason=FinishReason.FAILED)
+        self.keep(request, failed.model_copy(update={"detail": detail} | ({"refused": True} if refused else {})))
+        self.delete_request(request)
+
     def experts(self, request: RolloutRequest, rollout: Rollout) -> Rollout:
         """Return a rollout with two experts for each token and for each of two layers: the token's position and 300."""
         num_tokens = len(request.prompt_token_ids) + rollout.num_tokens - 1

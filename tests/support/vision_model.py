@@ -81,4 +81,4 @@ _HUGE = _replaced(make_image("red"), 16, 2 * (40_000).to_bytes(4, "big"))
 HUGE_IMAGE = _replaced(_HUGE, 29, crc32(_HUGE[12:29]).to_bytes(4, "big"))
 """An image that has 40,000 × 40,000 pixels according to its header."""
 BROKEN_IMAGE = _replaced(make_image("red"), 33, (4).to_bytes(4, "big"))
-"""An image whose data seem to end after four bytes. Like the other one, it raises neither a ValueError nor an OSError."""
+"""An image whose data seem to end after four bytes. Both raise neither a ValueError nor an OSError."""

@@ -24,7 +24,7 @@ class JobEndedError(RolloutClientError):
 
 
 class JobFullError(RolloutClientError):
-    """The job has as many open rollouts as it may have; nothing was sent. Try again later."""
+    """The job has as many open rollouts, or images, as it may have; nothing was sent. Try again later."""
 
 
 class VersionMismatchError(RolloutClientError):

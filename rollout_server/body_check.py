@@ -10,6 +10,8 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_api.manifest.structured_outputs import is_encodable
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """What a JSON text contains that has a surrogate, paired or not."""
 
@@ -19,23 +21,15 @@ def unpaired_surrogate(value: Any) -> str | None:
     waiting = [("", value)]
     while waiting:
         place, value = waiting.pop()
-        if isinstance(value, str) and not _can_be_encoded(value):
+        if isinstance(value, str) and not is_encodable(value):
             return place or "body"
         if isinstance(value, dict):
-            if not all(map(_can_be_encoded, value)):
+            if not all(map(is_encodable, value)):
                 return place or "body"
             waiting += [(f"{place}.{name}" if place else name, one) for name, one in reversed(value.items())]
         elif isinstance(value, list):
             waiting += [(f"{place}[{index}]", one) for index, one in reversed([*enumerate(value)])]
     return None
-
-
-def _can_be_encoded(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class BodyCheckMiddleware:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
+import aiohttp
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
 from rollout_api.client.prompts import images_by_hash
@@ -39,7 +40,9 @@ class ImageConnector(MediaConnector):  # type: ignore[misc]  # mypy skips vLLM, 
             )
         try:
             return await super().load_from_url_async(url, *args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (VLLMError, aiohttp.ClientError, TimeoutError):  # a failed download may be tried again
+            raise
+        except Exception as error:  # decoders raise errors of many types
             raise ValueError(str(error)) from error
 
 
@@ -100,7 +103,8 @@ def keep_sources(renderer: Any, client: RequestClient) -> None:
         hashes, images = images_by_hash(MediaSource(prompt).images(), "the prompt")
         with http_errors():
             client.job.check_images(images, "the prompt")
-            await client.images.store(images)
+            if await client.images.store(images):
+                raise client.images.no_room()
         return {**rendered, "mm_hashes": {"image": hashes}, "mm_kwargs": {}}
 
     renderer._process_tokens_async = process_and_keep

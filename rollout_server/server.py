@@ -116,6 +116,8 @@ async def build_app(
     # vLLM's own endpoints for adapters are left out, but its server must look up names that it does not know.
     os.environ.pop(_RESOLVE_ADAPTERS, None)
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR
+    # vLLM checks the domain of the first URL only.
+    os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     with _log_levels_kept():
         app: FastAPI = build_vllm_app(args, tasks, model_config)
     os.environ[_RESOLVE_ADAPTERS] = "1"

@@ -233,7 +233,7 @@ class RequestClient(JobConnection):
             may_wait: whether the request may wait in Redis while the job has no room for it.
 
         Raises:
-            JobFullError: the job has no room, and the request may not wait.
+            JobFullError: the job has no room for the request or its images, and the request may not wait.
             RolloutClientError: under the same conditions as :meth:`rollouts`.
         """
         return await self._connected.results.rollouts(

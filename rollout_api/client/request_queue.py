@@ -14,9 +14,9 @@ from typing import Any, cast
 from rollout_api.client.job_channel import JobChannel
 from rollout_api.client.open_request import REQUESTS_PER_BATCH, OpenRequest, OpenRequests, as_client_error, batches
 from rollout_api.client.result_reader import ResultReader
-from rollout_api.client.stored_images import StoredImages
+from rollout_api.client.stored_images import IMAGE_REFRESH_S, StoredImages
 from rollout_api.errors import JobFullError, RolloutClientError
-from rollout_api.protocol.keys import IMAGE_RETENTION_S, MESSAGE_FIELD
+from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import RolloutRequest, decode, encode
 from rollout_api.protocol.status import CoordinatorStatus
 
@@ -28,12 +28,12 @@ _BATCH_BYTES = 4_000_000
 """Encoded size, in bytes, above which no further request is added to a batch."""
 _RETRY_PAUSE_S = 0.2
 """Pause while the job has no room for another request."""
+_IMAGE_RETRY_PAUSE_S = 2.0
+"""Pause while the job has no room for the images of a request."""
 _LAST_BATCH_TIMEOUT_S = 2.0
 """Time that a cancellation waits for the batch of requests that is being sent."""
 _FIRST_CANCEL_PAUSE_S, _MAX_CANCEL_PAUSE_S = 2.0, 60.0
 """Pause before a cancellation is first repeated, which doubles with each repetition, and the longest pause."""
-_IMAGE_REFRESH_S = IMAGE_RETENTION_S / 4
-"""Time after which the images of open requests are kept for longer."""
 _RESAMPLED_SUFFIX = re.compile(r"\.r\d+$")
 
 
@@ -57,6 +57,8 @@ class RequestQueue:
         self._images = StoredImages(channel)
         self._next_image_refresh = 0.0
         """Time at which images are kept for longer; 0 if there are none."""
+        self._next_image_attempt = 0.0
+        """Time before which requests with images wait, because the job had no room for the images of one."""
         self._next_log = self._next_resampled_log = 0.0
 
     def observe_status(self, status: CoordinatorStatus | None) -> None:
@@ -163,36 +165,33 @@ class RequestQueue:
         batch: list[OpenRequest] = []
         waiting: list[OpenRequest] = []
         num_rollouts = size = 0
-        is_full = False
+        is_full = waits_for_images = False
         while self._requests.unsent and len(batch) < REQUESTS_PER_BATCH and size < _BATCH_BYTES:
             opened = self._requests.unsent.popleft()
             if opened.has_ended:
                 continue
+            if opened.request.images and time.monotonic() < self._next_image_attempt:
+                waits_for_images = True  # and so do all that follow, which keep their order
+            has_room = not (is_full or waits_for_images) and self._has_room(opened.num_missing, num_rollouts)
             # An ended job needs no room: its requests only fail.
-            has_room = not is_full and self._has_room(opened.num_missing, num_rollouts)
             if has_room or not opened.may_wait or self._requests.ending is not None:
                 batch.append(opened)
                 num_rollouts += opened.num_missing * has_room
                 size += len(opened.request.data)
             else:
                 waiting.append(opened)
-                is_full = True
+                is_full = is_full or not waits_for_images
         self._requests.unsent.extendleft(reversed(waiting))
         if is_full and not batch:
-            self._log_no_room()
+            limit = f"Job {self._job.name} has reached its limit of {self._job.max_rollouts} open rollouts"
+            self._log_no_room(f"{limit} (spec.queue.maxRollouts)")
         return batch
 
-    def _log_no_room(self) -> None:
+    def _log_no_room(self, reason: object) -> None:
         """Log at most once a minute that requests wait in this client because the job has no room for them."""
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + LOG_INTERVAL_S
-            logger.warning(
-                "Job %s has reached its limit of %d open rollouts (spec.queue.maxRollouts); %d requests wait in this "
-                "client until some rollouts have finished.",
-                self._job.name,
-                self._job.max_rollouts,
-                len(self._requests.unsent),
-            )
+            logger.warning("%s; %d requests wait in this client for room.", reason, len(self._requests.unsent))
 
     async def _send(self, batch: Sequence[OpenRequest]) -> None:
         await self._find_earlier([opened for opened in batch if opened.may_be_answered])
@@ -222,8 +221,7 @@ class RequestQueue:
 
     async def _append(self, requests: Sequence[OpenRequest]) -> None:
         """Append requests to the job's stream. Those that end while Redis is full or unreachable are left out."""
-        await self._store_images(requests)
-        left = list(requests)
+        left = await self._store_images(requests)
 
         async def append_missing() -> None:
             sent = [opened for opened in left if opened.num_missing]
@@ -246,20 +244,31 @@ class RequestQueue:
 
         await self._channel.policy.run(append_missing, action="send requests")
 
-    async def _store_images(self, requests: Iterable[OpenRequest]) -> None:
-        """Store the images of requests."""
+    async def _store_images(self, requests: Sequence[OpenRequest]) -> list[OpenRequest]:
+        """Store the images of requests; return the requests that the job has room for. The others wait, or fail."""
         images = {digest: image for opened in requests for digest, image in opened.request.images.items()}
-        if images:
-            await self._images.store(images)
-            self._next_image_refresh = self._next_image_refresh or time.monotonic() + _IMAGE_REFRESH_S
+        if not images:
+            return list(requests)
+        missing = await self._images.store(images)
+        self._next_image_refresh = self._next_image_refresh or time.monotonic() + IMAGE_REFRESH_S
+        excess = [opened for opened in requests if missing & opened.request.images.keys()]
+        for opened in excess:
+            if not opened.may_wait:
+                opened.fail(self._images.no_room())
+        if waiting := [opened for opened in excess if opened.may_wait]:
+            self._next_image_attempt = time.monotonic() + _IMAGE_RETRY_PAUSE_S
+            self._requests.unsent.extendleft(reversed(waiting))
+            self._log_no_room(self._images.no_room())
+        return [opened for opened in requests if opened not in excess]
 
     async def _refresh_images(self) -> None:
         """Keep the images of open requests."""
-        self._next_image_refresh = 0.0
+        images = {digest: image for opened in self._requests.sent for digest, image in opened.request.images.items()}
         try:
-            await self._store_images(opened for opened in self._requests.sent if opened.request.images)
+            await self._images.store(images)
+            self._next_image_refresh = time.monotonic() + IMAGE_REFRESH_S if images else 0.0
         except RolloutClientError as error:
-            self._next_image_refresh = time.monotonic() + _IMAGE_REFRESH_S
+            self._next_image_refresh = time.monotonic() + IMAGE_REFRESH_S
             logger.warning("Cannot keep the images of open requests for longer: %s", error)
 
     async def _find_earlier(self, requests: Sequence[OpenRequest]) -> None:

@@ -501,7 +501,8 @@ class Queue(ManifestModel):
     """Maximum size of an encoded request, without its images."""
     max_image_bytes: Quantity = "16Mi"
     """Maximum size of the encoded images of a request. Redis keeps each image once for all requests that contain it,
-    until an hour after the last of them has ended."""
+    until an hour after the last of them has ended, or for less time if there is no room for others: all images of the
+    job together may have 64 times this size."""
     max_unread_results: Quantity = "256Mi"
     """Size of a client's unread results above which no further rollouts of this client are started."""
 

@@ -35,7 +35,7 @@ def check_structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(name: str, value: Any) -> Any:
     problem = ""
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and not _is_encodable(text):
+        if isinstance(text, str) and not is_encodable(text):
             raise ValueError(f"{name} contains half of a surrogate pair; remove it")
     if name in _SCHEMAS:
         return _as_json(name, value)
@@ -50,7 +50,8 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
+    """Return whether a text is Unicode: Python's texts may have unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -80,6 +80,11 @@ class MessageKeys:
         """String with expiry, written by clients: an encoded image of their prompts, by its SHA-256 in hex."""
         return self._key(f"image:{digest}")
 
+    images = _Key()
+    """Sorted set, written by clients: hash and size of each stored image → time at which it was needed."""
+    image_bytes = _Key()
+    """Counter, written by clients: bytes of all stored images."""
+
     def transfer_steps(self, weights: str) -> str:
         """Stream with expiry, written by clients: the steps of a transfer of weights, by the identity of these."""
         return self._key(f"transfer-steps:{weights}")

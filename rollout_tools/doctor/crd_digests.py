@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "bc304e6ed2133047d00107a6e7709ed0958a4da663aa95c29569f081044232d5",
+    "rolloutjobs.das.rollout.dev": "e8878f2f3a595b6ab074f15154615ad010bc258a793f35496ae54cce76aa2429",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

@@ -23,7 +23,7 @@ from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJ
 from rollout_api.ports import free_port
 from rollout_api.redis_client.address import without_password
 from rollout_api.redis_client.connection import RedisUnusableError, check, connect, connect_history, explain_error
-from rollout_api.redis_client.retry import retry
+from rollout_api.redis_client.retry import is_out_of_memory, retry
 from rollout_head.child_services import END_POLL_INTERVAL_S, JobServices
 from rollout_head.dataset.report import EpochMode, JobReport
 from rollout_head.dataset.source import Dataset, count_finished, load_dataset, run_dataset
@@ -313,13 +313,13 @@ async def _check_redis(job_store: LauncherStore, url: str, notify: Callable[[str
             if is_full:
                 notify("Redis has memory again; the job continues.")
             is_full = False
-        except redis.exceptions.OutOfMemoryError as error:
+        except redis.RedisError as error:
+            if not is_out_of_memory(error):
+                notify(f"Stopping the job: {explain_error(error, url)}")
+                raise
             if not is_full:
                 notify(f"The job waits: {explain_error(error, url)}")
             is_full = True
-        except redis.RedisError as error:
-            notify(f"Stopping the job: {explain_error(error, url)}")
-            raise
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
 
 

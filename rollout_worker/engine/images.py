@@ -23,7 +23,7 @@ def decode_image(data: bytes) -> Any:
 
     try:
         return ImageMediaIO().load_bytes(data)
-    except ValueError as error:
+    except Exception as error:  # decoders raise errors of many types
         raise AdmissionError(f"an image of the prompt cannot be decoded: {error}") from None
 
 

@@ -7,10 +7,13 @@ import time
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
+
+import redis
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, decode
-from rollout_api.redis_client.retry import retry_async
+from rollout_api.redis_client.retry import concerns_server, retry_async
 from rollout_store.job import Assignment, JobStore, Order, arrival_time
 from rollout_store.job.admission_rules import AdmissionError, can_continue
 from rollout_worker.engine.engine import Engine
@@ -215,7 +218,7 @@ class RolloutExecutor:
             return await self._engine.generate(
                 request,
                 running.assignment.sample,
-                images=[await self._images.get(digest) for digest in request.images],
+                images=await self._load_images(request),
                 prefix=prefix,
                 on_partial=partial(self._checkpoints.add, running.key, request),
                 # Tokens that are streamed need no other checkpoints.
@@ -223,6 +226,22 @@ class RolloutExecutor:
                 on_tokens=None if stream is None else partial(self._token_streams.add, stream),
                 stop_event=running.stopped,
             )
+
+    async def _load_images(self, request: RolloutRequest) -> list[Any]:
+        """Return the decoded images of a request.
+
+        Raises:
+            AdmissionError: an image cannot be read or decoded, for whatever reason: it concerns this request alone.
+            redis.RedisError: the server cannot be used.
+        """
+        try:
+            return [await self._images.get(digest) for digest in request.images]
+        except AdmissionError:
+            raise
+        except Exception as error:
+            if isinstance(error, redis.RedisError) and concerns_server(error):
+                raise
+            raise AdmissionError(f"an image of the prompt cannot be read: {error}") from error
 
     async def _acknowledge(self, running: RunningRollout, engine_id: str) -> None:
         """Remove an assignment that needs no work from the inbox."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_api import InvalidRequestError, Prompt, RolloutClient, RolloutRequest, problem_id_of
-from rollout_api.client import request_queue
+from rollout_api.client import request_queue, stored_images
 from rollout_api.protocol.keys import IMAGE_RETENTION_S
 from tests.support.fake_job import FakeJob
 from tests.support.waiting import wait_for
@@ -42,7 +42,7 @@ def test_images_are_stored_by_their_hashes_before_the_requests_that_name_them(
 def test_images_are_kept_as_long_as_their_requests_are_open(
     client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_queue, "_IMAGE_REFRESH_S", 0.05)
+    monkeypatch.setattr(request_queue, "IMAGE_REFRESH_S", 0.05)
     key = job.keys.image(RED_HASH)
     with client.step(0, [Prompt([1], images=[RED])]) as step:
         [request] = job.wait_for_requests(1)
@@ -56,6 +56,41 @@ def test_images_are_kept_as_long_as_their_requests_are_open(
     with job.serving(), client.step(1, [[1]]) as step:
         list(step)
     assert not job.redis.exists(key)
+
+
+def test_requests_wait_until_images_that_nobody_needs_make_room(
+    client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_queue, "_IMAGE_RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(stored_images, "MAX_STORED_REQUESTS", 1)
+    first, second, third, fourth = (letter * 853 for letter in (b"1", b"2", b"3", b"4"))
+    with job.serving(), client.step(0, [Prompt([1], images=[first, second])]) as step:
+        list(step)
+    keys = {image: job.keys.image(sha256(image).hexdigest()) for image in (first, second, third, fourth)}
+
+    def is_needed(image: bytes, seconds_ago: int) -> None:
+        job.redis.expire(keys[image], IMAGE_RETENTION_S - seconds_ago)
+        for member, score in job.redis.zrange(job.keys.images, 0, -1, withscores=True):
+            job.redis.zadd(job.keys.images, {member: score - 1500})
+
+    with client.step(1, [Prompt([1], images=[third, fourth]), Prompt([2])]) as step:
+        wait_for(lambda: "spec.queue.maxImageBytes" in caplog.text)
+        assert not any(request.images for request in job.requests())
+        assert [True, True, True, False] == [bool(job.redis.exists(key)) for key in keys.values()]
+        is_needed(second, 300)
+        is_needed(first, 1200)
+        with job.serving():
+            assert 4 == len(list(step))
+    assert [False, True, True, True] == [bool(job.redis.exists(key)) for key in keys.values()]
+    assert 3 * 1365 == int(job.redis.get(job.keys.image_bytes) or 0)
+    # Images that have expired, or that Redis has lost, are counted until there is no room.
+    for key in keys.values():
+        job.redis.delete(key)
+    for member in job.redis.zrange(job.keys.images, 0, -1):
+        job.redis.zadd(job.keys.images, {member: 0})
+    with job.serving(), client.step(2, [Prompt([1], images=[first, fourth])]) as step:
+        assert 2 == len(list(step))
+    assert 3 * 1365 == int(job.redis.get(job.keys.image_bytes) or 0)
 
 
 def test_the_images_of_a_trajectory_follow_its_turns(client: RolloutClient, job: FakeJob) -> None:

@@ -13,7 +13,7 @@ from rollout_worker.engine import images
 from rollout_worker.engine.images import ImageCache, decode_image
 from tests.support.engines import EngineHarness
 from tests.support.responses import PROMPT
-from tests.support.vision_model import make_image
+from tests.support.vision_model import BROKEN_IMAGE, HUGE_IMAGE, make_image
 
 
 async def test_recent_images_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ async def test_recent_images_are_read_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert 2 == num_reads["none"]
 
 
-@pytest.mark.parametrize("data", [b"no image", make_image("red")[:60]])
+@pytest.mark.parametrize("data", [b"no image", make_image("red")[:60], HUGE_IMAGE, BROKEN_IMAGE])
 def test_what_is_no_image_is_refused(data: bytes) -> None:
     with pytest.raises(AdmissionError, match="cannot be decoded"):
         decode_image(data)

@@ -55,6 +55,20 @@ async def test_a_run_waits_while_its_server_is_full(
     assert "continues" in continues
 
 
+async def test_a_run_also_waits_if_its_server_is_full_when_a_transaction_is_executed(
+    redis_url: str, client: redis.Redis
+) -> None:
+    class StoreInTransaction(LauncherStore):
+        def check_writable(self) -> None:
+            raise redis.exceptions.ExecAbortError("Transaction discarded because of: OOM command not allowed")
+
+    told: list[str] = []
+    checking = asyncio.create_task(_check_redis(StoreInTransaction(client, MessageKeys("uid")), redis_url, told.append))
+    await wait_for_async(lambda: told)
+    checking.cancel()
+    assert "The job waits" in told[0]
+
+
 async def test_results_of_an_environment_are_stored_once_there_is_memory(
     client: redis.Redis, job_store: LauncherStore
 ) -> None:

@@ -34,7 +34,7 @@ from tests.support.in_process_job import LiveJob, live, manifest, start_engine
 from tests.support.live_job_harness import gather, prompt_index
 from tests.support.reference_model import LoopThread
 from tests.support.served_job import MODEL_NAME, serving
-from tests.support.vision_model import IMAGE, IMAGE_TEXT, VOCABULARY, make_image, make_vision_model
+from tests.support.vision_model import HUGE_IMAGE, IMAGE, IMAGE_TEXT, VOCABULARY, make_image, make_vision_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -123,10 +123,13 @@ def test_the_model_sees_the_images_of_its_prompts(
         filler = tokenizer.encode("a", add_special_tokens=False) * (512 - 40 - len(ids))
         wrong: list[tuple[Prompt, str]] = [
             (Prompt(ids, images=[b"no image"], sampling=GREEDY), "cannot be decoded"),
+            (Prompt(ids, images=[HUGE_IMAGE], sampling=GREEDY), "decompression bomb"),
+            (Prompt(ids, images=[b"a list"], sampling=GREEDY), "cannot be read: WRONGTYPE"),
             (Prompt(ids, images=[RED, RED], sampling=GREEDY), "cannot place"),
             (Prompt(expanded, images=[RED], image_positions=[(5, 3)], sampling=GREEDY), "image 0 has 4 tokens, not 3"),
             (Prompt([*filler, *ids], images=[RED], sampling=GREEDY), "exceed engine.maxModelLen"),
         ]
+        running.redis.rpush(running.keys.image(sha256(b"a list").hexdigest()), "no image")
         for rollout in await sample(running, client, 2, [prompt for prompt, _ in wrong]):
             assert (FinishReason.FAILED, True) == (rollout.finish_reason, rollout.refused)
             assert wrong[prompt_index(rollout)][1] in rollout.detail

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwa
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from rollout_api import RolloutRequest
+from rollout_api.client import stored_images
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
-from tests.support.vision_model import IMAGE, IMAGE_TEXT, make_image, make_vision_model
+from tests.support.vision_model import BROKEN_IMAGE, HUGE_IMAGE, IMAGE, IMAGE_TEXT, make_image, make_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,8 @@ def test_what_engines_could_not_do_the_same_with_is_refused(server: str, job: Se
         ({"messages": messages("file:///etc/hostname")}, "allowed-local-media-path"),
         ({"messages": messages("data:image/png;base64,AAAA")}, "image"),
         ({"messages": messages("data:image/png,abc")}, "base64"),
+        ({"messages": messages(data_url(HUGE_IMAGE))}, "decompression bomb"),
+        ({"messages": messages(data_url(BROKEN_IMAGE))}, "broken PNG"),
         ({"messages": messages(data_url(make_image("red") + bytes(4096)))}, "spec.queue.maxImageBytes"),
         ({"mm_processor_kwargs": {"size": {"longest_edge": 28}}}, "mm_processor_kwargs"),
         ({"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}}, "media_io_kwargs"),
@@ -91,6 +96,49 @@ def test_what_engines_could_not_do_the_same_with_is_refused(server: str, job: Se
             assert 400 == reply.status_code, (body, reply.text)
             assert message in reply.json()["error"]["message"], (body, reply.text)
     assert [] == job.requests()
+
+
+def test_a_download_is_not_redirected_to_where_the_server_downloads_nothing_from(
+    job: ServedJob, redis_url: str, model: Path
+) -> None:
+    paths: list[str] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200 if self.path == "/image" else 302)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/image")
+            self.end_headers()
+            if self.path == "/image":
+                self.wfile.write(make_image("red"))
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as images,
+        ThreadPoolExecutor(1) as pool,
+        serving(job, redis_url, model, ["--allowed-media-domains", "localhost"]) as server,
+    ):
+        pool.submit(images.serve_forever)
+        body = {"model": MODEL_NAME, "messages": messages(f"http://localhost:{images.server_address[1]}/elsewhere")}
+        reply = httpx.post(f"{server}/v1/chat/completions/render", json=body, timeout=30)
+        images.shutdown()
+    assert (400, ["/elsewhere"]) == (reply.status_code, paths), reply.text
+
+
+def test_a_job_stores_no_more_images_than_it_may(server: str, job: ServedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_images, "MAX_STORED_REQUESTS", 0.5)
+
+    def post(path: str, color: str) -> httpx.Response:
+        body = {"model": MODEL_NAME, "messages": messages(data_url(make_image(color)))}
+        return httpx.post(f"{server}/v1/chat/completions{path}", json=body, timeout=30)
+
+    colors = ("red", "green", "blue", "white", "black")
+    statuses = [post("/render", color).status_code for color in colors]
+    assert [200, 200, 200, 429, 429] == statuses
+    assert 200 == post("/render", "red").status_code
+    refused = post("", "black")
+    assert 429 == refused.status_code
+    assert "spec.queue.maxImageBytes" in refused.json()["error"]["message"]
+    assert 3 == len(list(job.redis.scan_iter(job.keys.image("*"))))
 
 
 def test_a_prompt_can_be_rendered_first_as_trl_does(server: str, job: ServedJob) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from PIL import Image
@@ -70,3 +71,14 @@ def make_image(color: str) -> bytes:
     encoded = io.BytesIO()
     Image.new("RGB", (40, 40), color).save(encoded, "PNG")
     return encoded.getvalue()
+
+
+def _replaced(data: bytes, index: int, new: bytes) -> bytes:
+    return data[:index] + new + data[index + len(new) :]
+
+
+_HUGE = _replaced(make_image("red"), 16, 2 * (40_000).to_bytes(4, "big"))
+HUGE_IMAGE = _replaced(_HUGE, 29, crc32(_HUGE[12:29]).to_bytes(4, "big"))
+"""An image that has 40,000 × 40,000 pixels according to its header."""
+BROKEN_IMAGE = _replaced(make_image("red"), 33, (4).to_bytes(4, "big"))
+"""An image whose data seem to end after four bytes. Both raise neither a ValueError nor an OSError."""

@@ -100,7 +100,7 @@ class RequestQueue:
             lost, requests.lost = requests.lost, []
             for batch in batches(lost):
                 try:
-                    await self._append(batch)
+                    await self._append(await self._store_images(batch))
                 except Exception as error:
                     _fail(batch, error)
             # The job only cancels requests that it has.
@@ -200,6 +200,7 @@ class RequestQueue:
             raise self._requests.ending
         admitted: list[OpenRequest] = []
         excess: list[OpenRequest] = []
+        known: list[OpenRequest] = []
         num_rollouts = 0
         for opened in batch:
             fits = opened.may_wait or self._has_room(opened.num_missing, num_rollouts)
@@ -215,13 +216,14 @@ class RequestQueue:
                         )
                     )
                 else:  # another process has sent it before
-                    admitted.append(opened)
-        self._sent_since_status += num_rollouts
-        await self._append(admitted)
+                    known.append(opened)
+        stored = await self._store_images(admitted)
+        self._sent_since_status += sum(opened.num_missing for opened in stored)
+        await self._append(stored + await self._store_images(known))
 
     async def _append(self, requests: Sequence[OpenRequest]) -> None:
         """Append requests to the job's stream. Those that end while Redis is full or unreachable are left out."""
-        left = await self._store_images(requests)
+        left = list(requests)
 
         async def append_missing() -> None:
             sent = [opened for opened in left if opened.num_missing]

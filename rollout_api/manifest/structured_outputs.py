@@ -42,7 +42,11 @@ def _checked(name: str, value: Any) -> Any:
     if name in _FLAGS:
         problem = "" if value is True or (value is False and name != "json_object") else "must be true"
     elif name in _TEXTS:
-        problem = "" if isinstance(value, str) and (value.strip() or name == "regex") else "must be a text"
+        problem = (
+            ""
+            if isinstance(value, str) and (value.strip() or name in ("regex", "whitespace_pattern"))
+            else "must be a text"
+        )
     elif not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
         problem = "must be a list of texts with at least one of them"
     if problem:

@@ -54,8 +54,9 @@ def replace_guided_fields(body: bytes) -> bytes:
         return body
     given = {name: fields.pop(_PREFIX + name, None) for name in _FIELDS}
     constraints = {name: value for name, value in given.items() if value is not None}
-    if not constraints:
+    own = fields.get("structured_outputs") or {}
+    if not constraints or not isinstance(own, dict):  # vLLM's server says what is wrong with its type
         return body
     # If there are several constraints, vLLM's server refuses the request.
-    fields["structured_outputs"] = (fields.get("structured_outputs") or {}) | constraints
+    fields["structured_outputs"] = own | constraints
     return json.dumps(fields).encode()

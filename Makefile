@@ -25,7 +25,6 @@ test-slow: env  ## Run the tests that make test leaves out, except for those of 
 	$(VENV)/pytest $(PARALLEL) 2 -m "slow and not (serial or nightly)"
 	$(VENV)/pytest -m "serial and not nightly"
 	$(MAKE) test-v2
-	$(MAKE) test-next
 
 test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine tests/drop_in
@@ -38,8 +37,9 @@ test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU b
 	scripts/get-vllm $(VLLM)
 	[ ! -d .venv/vllm-$(VLLM) ] || $(V2) $(VENV)/pytest $(TESTS)
 
-test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutorials, several machines, a long chaos run.
+test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutorials, several machines, vLLM 0.33, a long chaos run.
 	$(VENV)/pytest -m nightly
+	$(MAKE) test-next
 	$(VENV)/pytest -m nightly tests/cluster/real_node
 	CHAOS_SECONDS=900 $(MAKE) test-chaos
 

@@ -91,6 +91,7 @@ def by_problem(report: dict[str, Any], epoch: int = 1) -> dict[str, list[dict[st
     return {problem: [row for row in run["rollouts"] if row["problem_id"] == problem] for problem in problems}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_rollouts_without_a_reward_do_not_end_the_job(tmp_path: Path, redis_server: str) -> None:
     actions = ["one", "raise", "die", "nan", "hang"]
@@ -159,6 +160,7 @@ def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: st
     assert 2 * SAMPLES * (2 * TURNS + 1) == job.sampled() == len(job.in_history())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_rollouts_that_were_not_scored_when_the_job_was_killed_are_scored_later(
     tmp_path: Path, redis_server: str

@@ -73,7 +73,7 @@ def test_a_dataset_job_runs_from_start_to_end(new_pods: NewPods) -> None:
     assert 0 == pods.end("worker", 20, signal.SIGTERM), pods.log("worker")  # the worker has nothing to hand over
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_head_that_is_killed_continues_the_trajectories_of_its_environment(
     new_pods: NewPods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

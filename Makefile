@@ -26,8 +26,9 @@ test-slow: env  ## Run the tests that make test leaves out, except for those of 
 	$(VENV)/pytest -m "serial and not nightly"
 	$(MAKE) test-v2
 
-test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
-	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and not nightly" tests/engine tests/drop_in
+test-v2: WHEN := not nightly
+test-v2: env  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter (WHEN=nightly: the other tests).
+	$(V2) $(VENV)/pytest $(PARALLEL) 2 -m "v2 and $(WHEN)" tests/engine tests/drop_in
 
 test-next: VLLM := 0.33.0
 test-next: TESTS := tests/engine/test_model_runner_v2.py tests/server/test_openai_client.py \
@@ -39,6 +40,7 @@ test-next: env  ## Test drafting and rollout serve with a vLLM that has no CPU b
 
 test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutorials, several machines, vLLM 0.33, a long chaos run.
 	$(VENV)/pytest -m nightly
+	$(MAKE) test-v2 WHEN=nightly
 	$(MAKE) test-next
 	$(VENV)/pytest -m nightly tests/cluster/real_node
 	CHAOS_SECONDS=900 $(MAKE) test-chaos

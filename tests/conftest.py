@@ -58,8 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that use shared engines, and those for every night, and begin with what takes longest."""
     for item in items:
-        if not USES_V2 and item.get_closest_marker("v2") and item.get_closest_marker("slow"):
-            item.add_marker("nightly")  # make test-v2 runs it with the model runner that GPUs have
+        if item.get_closest_marker("v2") and USES_V2 != (item.get_closest_marker("slow") is not None):
+            item.add_marker("nightly")  # by day, slow tests run with V2 alone, and others with V1 alone
         if ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
     # One process would otherwise be left with the longest group at the end.

@@ -42,7 +42,7 @@ from rollout_head.coordinator.open_requests import OpenRequest
 from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.nightly, pytest.mark.serial]
 
 JOB = "default/math"
 

@@ -172,7 +172,7 @@ class ResponseGenerator:
         # can be aborted after the one that completes a stop string.
         each_step = stop_strings is not None or on_tokens is not None
         params = self._sampling_params(
-            request, sample, call_id, response.prefix_tokens, interval=1 if each_step else interval
+            request, sample, call_id, response.token_ids, interval=1 if each_step else interval
         )
         prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + response.token_ids
         prompt["cache_salt"] = str(self._cache_salt)
@@ -276,19 +276,19 @@ class ResponseGenerator:
         return max(1, partial_interval - 1 - (drafting.max_draft_tokens if drafting is not None else 0))
 
     def _sampling_params(
-        self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int, *, interval: int
+        self, request: RolloutRequest, sample: int, call_id: str, prefix: Sequence[int], *, interval: int
     ) -> Any:
-        settings = self._draft_settings(request, sample, call_id, prefix_tokens)
+        settings = self._draft_settings(request, sample, call_id, len(prefix))
         # Neither the job nor the request is part of the name, so that a repeated call has the same tokens.
         stream_name = ""
         if request.sampling.seed is not None:
-            stream_name = f"{problem_id_of(request.prompt_token_ids)}/{sample}"
+            stream_name = f"{problem_id_of([*request.prompt_token_ids, *prefix])}/{sample}"
         with refusing_rejected_requests():
             params = vllm_sampling_params(
                 request.sampling,
                 stream_name,
                 settings,
-                prefix_tokens=prefix_tokens,
+                prefix_tokens=len(prefix),
                 interval=interval,
                 min_logprobs=kept_width(request.sampling, self._vocabulary),
             )

@@ -98,8 +98,14 @@ class EngineHarness:
     def continue_from(
         self, prompt: Sequence[int], sampling: Sampling, prefixes: Sequence[Partial], problem: str = "p"
     ) -> list[GenerationResult]:
-        """Sample one response from each prefix, in order."""
-        return self.generate([self.request(prompt, sampling, problem, prefix=prefix) for prefix in prefixes])
+        """Sample one response from each prefix, in order, each with a seed of its own if there is one."""
+        settings = [
+            sampling if sampling.seed is None else sampling.model_copy(update={"seed": 100_000 * sampling.seed + index})
+            for index in range(len(prefixes))
+        ]
+        return self.generate(
+            [self.request(prompt, one, problem, prefix=prefix) for one, prefix in zip(settings, prefixes, strict=True)]
+        )
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[GenerationResult]:
         """Generate all samples of all requests concurrently, in order."""

@@ -10,6 +10,7 @@ tokens of all messages up to the end of the last response are replaced by the sa
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -172,6 +173,11 @@ def turn_names(conversation: Conversation, index: int, message: Mapping[str, Any
     return [*(_hash(digest, name).hex() for name in distinct), digest.hex()]
 
 
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as bytes; prompts are too long for JSON in an event loop."""
+    return array("q", token_ids).tobytes()
+
+
 class RenderedPrompt:
     """The tokens of a prompt as a template renders it, with the places of its end tokens.
 
@@ -201,9 +207,9 @@ class RenderedPrompt:
         digest, start = blake2b(digest_size=16), 0
         for number, end in enumerate(self.ends[:num_ends], 1):
             if number not in responses:
-                digest.update(json.dumps(list(self._tokens[start:end])).encode())
+                digest.update(_packed(self._tokens[start:end]))
             start = end
-        digest.update(json.dumps(list(self._tokens[start : start + num_last])).encode())
+        digest.update(_packed(self._tokens[start : start + num_last]))
         return digest.hexdigest()
 
 
@@ -223,9 +229,12 @@ class Conversations:
         indices = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         found = await turns.find([turn_names(conversation, index, messages[index]) for index in indices])
         known = [(index, record_id) for index, record_id in zip(indices, found, strict=True) if record_id]
+        if not known:
+            return PrefixSource.UNKNOWN
+        prompt = RenderedPrompt(conversation.token_ids, self._end_tokens)
         for index, record_id in reversed(known[-_MAX_TRIALS:]):
             [last] = await turns.read([record_id])
-            if last is None or (start := self._end_of_turn(conversation, last, index)) is None:
+            if last is None or (start := _end_of_turn(conversation, prompt, last, index)) is None:
                 continue
             earlier = await turns.read(last.earlier)
             if None not in earlier:
@@ -240,22 +249,6 @@ class Conversations:
         is_changed = [*known, *closing] != list(conversation.token_ids[:start])
         conversation.continuation = Continuation([*known, *closing, *rest], len(known), last, is_changed)
         return PrefixSource.RESTORED if is_changed else PrefixSource.SAMPLED
-
-    def _end_of_turn(self, conversation: Conversation, turn: TurnRecord, index: int) -> int | None:
-        """Return the number of tokens of the client's prompt up to the end of the response at *index*; None if unclear.
-
-        It is unclear if the template renders the earlier messages differently now, or not every response with an end.
-        """
-        prompt = RenderedPrompt(conversation.token_ids, self._end_tokens)
-        num_later_ends = len(prompt.ends) - turn.num_ends
-        num_later_responses = conversation.num_responses(index + 1)
-        only_responses_end = turn.num_ends - 1 == conversation.num_responses(0, index)
-        most = num_later_responses if only_responses_end else len(conversation.messages) - 1 - index
-        if not num_later_responses <= num_later_ends <= most:
-            return None
-        if turn.outline != prompt.outline(turn.num_ends - 1, turn.num_last, turn.responses):
-            return None
-        return prompt.ends[turn.num_ends - 1]
 
     async def record(self, conversation: Conversation, responses: Mapping[int, Mapping[str, Any]]) -> None:
         """Record responses to a conversation, by sample, as the client receives them.
@@ -279,7 +272,9 @@ class Conversations:
             tokens = [*sampled.prompt[num_known:], *rollout.token_ids]
             record = TurnRecord(
                 # Responses with the same tokens are the same turn.
-                record_id=_hash(b"", [earlier, tokens]).hex(),
+                record_id=blake2b(
+                    bytes.fromhex(earlier[-1] if earlier else "") + _packed(tokens), digest_size=16
+                ).hexdigest(),
                 earlier=earlier,
                 token_ids=tokens,
                 num_ends=len(prompt.ends) + 1,
@@ -292,3 +287,19 @@ class Conversations:
             )
             records.append((record, turn_names(conversation, len(conversation.messages), message)))
         await self._client.turns.write(records)
+
+
+def _end_of_turn(conversation: Conversation, prompt: RenderedPrompt, turn: TurnRecord, index: int) -> int | None:
+    """Return the number of tokens of the client's prompt up to the end of the response at *index*; None if unclear.
+
+    It is unclear if the template renders the earlier messages differently now, or not every response with an end.
+    """
+    num_later_ends = len(prompt.ends) - turn.num_ends
+    num_later_responses = conversation.num_responses(index + 1)
+    only_responses_end = turn.num_ends - 1 == conversation.num_responses(0, index)
+    most = num_later_responses if only_responses_end else len(conversation.messages) - 1 - index
+    if not num_later_responses <= num_later_ends <= most:
+        return None
+    if turn.outline != prompt.outline(turn.num_ends - 1, turn.num_last, turn.responses):
+        return None
+    return prompt.ends[turn.num_ends - 1]

@@ -6,6 +6,7 @@ It needs torch, but not vLLM.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -43,10 +44,14 @@ class GlooGroup:
         import torch
 
         distributed: Any = torch.distributed
-        self._bytes, self._store = torch.uint8, store
+        self._bytes = torch.uint8
         if rank:
             store.add(_NUM_PRESENT_KEY, 1)
-        self._group = distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=GLOO_TIMEOUT_S))
+        group = distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=GLOO_TIMEOUT_S))
+        self._groups = [group]
+        # gloo's threads may release a tensor some time after its broadcast, which needs the interpreter: a process that
+        # ends while they run may abort. The finalizer ends them before the interpreter, at the latest.
+        self._leave = weakref.finalize(self, self._groups.clear)
 
     def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
         """Send a contiguous tensor (rank 0), or receive into it (all other ranks).
@@ -55,11 +60,11 @@ class GlooGroup:
             RuntimeError: a process of the group is gone, or does not take part in time.
         """
         # gloo does not support all of torch's types.
-        self._group.broadcast(tensor.reshape(-1).view(self._bytes), src).wait()
+        self._groups[0].broadcast(tensor.reshape(-1).view(self._bytes), src).wait()
 
     def destroy(self) -> None:
         """Leave the group, which makes the broadcasts of its other processes fail."""
-        self._group = self._store = None
+        self._leave()
 
 
 def update_info(tensors: Iterable[Any]) -> dict[str, Any]:

@@ -57,6 +57,20 @@ weights.connect(receiver, 2)
 weights.send(receiver)
 print(receiver.tensors["a"].tolist())
 """
+_EXIT = """
+import atexit
+from pathlib import Path
+
+@atexit.register  # before the modules that the process imports, so that it runs after their functions
+def print_threads():
+    print("at exit:", *(task.read_text() for task in Path("/proc/self/task").glob("*/comm")))
+
+import torch
+from rollout_api.weights.gloo import GlooGroup
+
+group = GlooGroup(torch.distributed.HashStore(), 0, 1)
+group.broadcast(torch.ones(2))
+"""
 _NEW_NETWORK = ["unshare", "--map-root-user", "--net"]
 
 
@@ -68,6 +82,13 @@ def test_a_trainer_whose_network_has_only_ipv6_sends_tensors() -> None:
     command = [*_NEW_NETWORK, "sh", "-ec", _IN_IPV6_NETWORK, sys.executable, "-c", _SENDER]
     sender = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert ["2001:db8:1::5", "[1.0, 1.0]"] == sender.stdout.splitlines(), sender.stderr
+
+
+def test_the_threads_of_a_group_end_before_the_interpreter() -> None:
+    """A thread of gloo that releases a tensor while the interpreter ends makes the process abort."""
+    found = subprocess.run([sys.executable, "-c", _EXIT], text=True, capture_output=True, check=True)
+    assert "at exit:" in found.stdout
+    assert "gloo" not in found.stdout
 
 
 def test_tensors_of_all_shapes_and_types_arrive_unchanged() -> None:

@@ -53,6 +53,7 @@ from rollout_head.services import Service
 from rollout_store.history.records import START
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import default_cache
+from rollout_store.runtime.garbage_collection import collect_rarely
 from rollout_tools.tiny_model import ensure
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import EngineCounters
@@ -176,6 +177,7 @@ class StubEngine:
 def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
     """Run the workers of some stub engines until the process is killed."""
     setup = workload.setup(url)
+    collect_rarely()  # as the process of a real engine does
 
     async def run() -> None:
         workers = [

@@ -26,6 +26,7 @@ from rollout_head.tracing import TraceExporter
 from rollout_store.history.maintenance.maintainer import MaintenanceThread
 from rollout_store.job import StaleCoordinatorError
 from rollout_store.job.setup import JobSetup
+from rollout_store.runtime.garbage_collection import collect_rarely
 from rollout_store.runtime.output import logging_to_file
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ def _traces(setup: JobSetup, service: Service) -> TraceExporter | None:
 def main() -> int:
     """Run the service that the command line names."""
     service, setup = Service(sys.argv[1]), JobSetup.from_json(sys.stdin.read())
+    collect_rarely()
     with logging_to_file(Path(setup.log_directory) if setup.log_directory else None, service):
         try:
             return uvloop.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis.asyncio
 
@@ -20,6 +20,9 @@ MAX_EVENTS = 4096
 KEYS_PER_SCAN = 500
 """Number of keys that are expired or deleted in one round trip."""
 
+if TYPE_CHECKING:
+    from redis.commands.core import AsyncScript
+
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
 
@@ -32,6 +35,7 @@ class StorePart:
 
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
         self._client, self._keys, self._retries = client, keys, retries
+        self._scripts: dict[str, AsyncScript] = {}
 
     def __init_subclass__(cls) -> None:
         for name, method in list(vars(cls).items()):
@@ -40,7 +44,9 @@ class StorePart:
 
     async def _call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         """Run the Lua script ``functions/<function>.lua`` of this package."""
-        return await async_function(self._client, __package__, function)(keys=keys, args=args)
+        if function not in self._scripts:
+            self._scripts[function] = async_function(self._client, __package__, function)
+        return await self._scripts[function](keys=keys, args=args)
 
 
 def _retrying(method: _Method) -> _Method:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -27,6 +26,7 @@ from rollout_store.job import JobStore
 from rollout_store.job.engines import EngineError
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import ModelError
+from rollout_store.runtime.garbage_collection import collect_rarely
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.vllm_client import own_address
@@ -175,9 +175,7 @@ async def _serve_with(
         directories=weight_directories(setup, model, job_store),
         speculation_disabled=speculation_disabled,
     )
-    # vLLM's many objects live as long as this process; scanning them in each garbage collection would pause decoding.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()  # scanning vLLM's many objects would pause decoding
 
     def mark_started() -> None:
         actor.started = True

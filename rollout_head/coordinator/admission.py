@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
@@ -55,20 +55,49 @@ class RequestAdmission:
                 have assigned samples of these requests.
         """
         checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
-        # A request that was sent twice has two entries; Redis admits the first one.
-        registered = await asyncio.gather(*(self._register(entry, request) for entry, request in checked))
-        admitted = {
-            entry.entry_id: request
-            for (entry, request), admission in zip(checked, registered, strict=True)
-            if admission in (Admission.NEW, Admission.KNOWN)
-        }
+        if not checked:
+            return
+        requests = [request for _, request in checked]
+        registered, lengths, preferred_engines = await asyncio.gather(  # in one round trip
+            # A request that was sent twice has two entries; Redis admits the first one.
+            asyncio.gather(*(self._register(entry, request) for entry, request in checked)),
+            self._lengths.fetch(request.problem for request in requests),
+            self._job_store.requests.trajectory_engines(requests),
+        )
         known = [
             request.request_id
-            for (_, request), admission in zip(checked, registered, strict=True)
+            for request, admission in zip(requests, registered, strict=True)
             if admission is Admission.KNOWN
         ]
-        if admitted:
-            await self._open(admitted, known, held)
+        progress = await self._job_store.requests.progress(known) if known else []
+        progress_of = dict(zip(known, progress, strict=True))
+        cancelled_early: list[str] = []
+        ended: list[OpenRequest] = []
+        for (entry, request), admission, engine in zip(checked, registered, preferred_engines, strict=True):
+            if admission not in (Admission.NEW, Admission.KNOWN):
+                continue
+            done, cancelled = progress_of.get(request.request_id, _NO_PROGRESS)
+            self._num_arrivals += 1
+            arrived_at = arrival_time(entry.entry_id)
+            if self._state.is_cancelled_early(request.request_id, entry.entry_id):
+                cancelled_early.append(request.request_id)
+                cancelled = True
+            opened = OpenRequest(
+                entry.entry_id,
+                request,
+                self._num_arrivals,
+                arrived_at + request.deadline_seconds if request.deadline_seconds else None,
+                SiblingLengths(lengths[request.problem]),
+                set(done),
+                cancelled=cancelled,
+                recovered=held is not None,
+            )
+            self._state.open(opened, held or {}, engine)
+            if cancelled:
+                ended.append(opened)
+        if cancelled_early:
+            await self._job_store.requests.mark_cancelled(cancelled_early)
+        await self._orders.cancel(ended)
 
     async def _check(self, entry: Entry) -> RolloutRequest | None:
         """Return the request of an entry; None if it was refused, or cannot be decoded."""
@@ -97,48 +126,6 @@ class RequestAdmission:
             refusal = Refusal(request_id=request.request_id, reason=_REJECTED[admission])
             await self._job_store.results.refuse(request, refusal)
         return admission
-
-    async def _open(
-        self, admitted: Mapping[str, RolloutRequest], known: Sequence[str], held: Mapping[RolloutKey, str] | None
-    ) -> None:
-        """Add admitted requests.
-
-        Args:
-            admitted: entry id → request.
-            known: ids of those requests that were admitted before.
-            held: see :meth:`admit`.
-        """
-        requests = list(admitted.values())
-        progress, lengths, preferred_engines = await asyncio.gather(
-            self._job_store.requests.progress(known),
-            self._lengths.fetch(request.problem for request in requests),
-            self._job_store.requests.trajectory_engines(requests),
-        )
-        progress_of = dict(zip(known, progress, strict=True))
-        cancelled_early: list[str] = []
-        ended: list[OpenRequest] = []
-        for (entry_id, request), preferred_engine in zip(admitted.items(), preferred_engines, strict=True):
-            done, cancelled = progress_of.get(request.request_id, _NO_PROGRESS)
-            self._num_arrivals += 1
-            if self._state.is_cancelled_early(request.request_id, entry_id):
-                cancelled_early.append(request.request_id)
-                cancelled = True
-            opened = OpenRequest(
-                entry_id,
-                request,
-                self._num_arrivals,
-                arrival_time(entry_id) + request.deadline_seconds if request.deadline_seconds else None,
-                SiblingLengths(lengths[request.problem]),
-                set(done),
-                cancelled=cancelled,
-                recovered=held is not None,
-            )
-            self._state.open(opened, held or {}, preferred_engine)
-            if cancelled:
-                ended.append(opened)
-        if cancelled_early:
-            await self._job_store.requests.mark_cancelled(cancelled_early)
-        await self._orders.cancel(ended)
 
 
 async def move_to_dead_letters(

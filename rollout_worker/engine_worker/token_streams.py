@@ -16,8 +16,10 @@ from rollout_worker.engine.response import TokensSoFar
 
 logger = logging.getLogger(__name__)
 
-TOKEN_STREAM_INTERVAL_S = 0.02
-"""Pause between two writes of the tokens of rollouts that are streamed."""
+TOKEN_STREAM_INTERVAL_S = 0.05
+"""Pause between two writes of the tokens of rollouts that are streamed. Each write takes processor time of the engine,
+Redis, the client and the HTTP server, which delays the first tokens of other rollouts.
+"""
 Tokens = TokensSoFar | Partial
 """The tokens of a response so far."""
 

@@ -17,7 +17,7 @@ from tests.support.cluster.real_cluster import NAMESPACE, RELEASE, OwnCluster, R
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 JOB = "chaos"
 WORKERS = 2

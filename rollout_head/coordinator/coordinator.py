@@ -138,7 +138,7 @@ class Coordinator:
         await self._orders.take_over()
         # Events up to here are not read, because their effects are in the data that is read from here on.
         await self._reader.reset()
-        await self._job_store.job.publish(self._job_name, self._description)
+        await self._job_store.job.publish(state.coordinator, self._job_name, self._description)
         state.closing = await self._job_store.job.is_closing()
         loss_counts = await self._job_store.assignments.loss_counts()
         state.queue.restore(loss_counts, await self._job_store.rollouts.partial_ids())
@@ -176,5 +176,5 @@ class Coordinator:
         # The relay ends with the job, so it must have moved everything to the history.
         if not await self._job_store.incoming.all_processed():
             return False
-        await self._job_store.job.set_closed()
+        await self._job_store.job.set_closed(self._state.coordinator)
         return True

@@ -107,7 +107,7 @@ class MessageReader:
         elif isinstance(message, Pause | Resume):
             await self._orders.pause(message.mode if isinstance(message, Pause) else None)
         else:
-            await self._job_store.job.set_closing()
+            await self._job_store.job.set_closing(self._state.coordinator)
             self._state.closing = True
             if self._state.pause_mode is not None:  # a paused job would never answer its requests
                 await self._orders.pause(None)

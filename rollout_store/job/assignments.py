@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text, check_current
 from rollout_store.job.streams import read_entries
 
 MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
@@ -18,10 +18,6 @@ saves the engine a round trip.
 
 RolloutKey = tuple[str, int]
 """Request id and sample, which identify a rollout within a job."""
-
-
-class StaleCoordinatorError(RuntimeError):
-    """Another coordinator has taken over; this one must end."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +156,7 @@ class AssignmentStore(StorePart):
         reply = await self._call(
             "assign", keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
         )
-        if reply == b"stale":
-            raise StaleCoordinatorError("another coordinator has taken over")
+        check_current(reply)
         return bool(reply != b"gone")
 
     async def reclaim(self, coordinator: int, engine: str) -> list[Order] | None:
@@ -176,8 +171,7 @@ class AssignmentStore(StorePart):
             keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines],
             args=[coordinator, engine],
         )
-        if reply == b"stale":
-            raise StaleCoordinatorError("another coordinator has taken over")
+        check_current(reply)
         if reply == b"alive":
             return None
         pairs = [(as_text(entry_id), dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in reply]

@@ -35,9 +35,11 @@ _LOG_INTERVAL_S = 10.0
 
 _IN_PIPELINE = r"(?:.* caused error: )?"
 """Errors of a pipeline begin with the command."""
-_TRANSIENT_CODES = re.compile(rf"{_IN_PIPELINE}(BUSY|MISCONF|NOREPLICAS|UNBLOCKED) ", re.DOTALL)
-"""Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected, or
-the server has become a replica while a command waited for data.
+_TRANSIENT_CODES = re.compile(
+    rf"{_IN_PIPELINE}(BUSY |MISCONF |NOREPLICAS |UNBLOCKED |Script killed by user)", re.DOTALL
+)
+"""Error codes without a class in redis-py: a script is running or was ended, the disk is full, too few replicas are
+connected, or the server has become a replica while a command waited for data.
 """
 _IN_TRANSACTION = re.compile(rf"{_IN_PIPELINE}Transaction discarded because of: ([A-Z]+) ", re.DOTALL)
 """Code of the error for which a transaction was refused when it was to be executed."""

@@ -47,6 +47,12 @@ class RolloutEvent:
 
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
+_MAX_DEAD_LETTER_BYTES = 16 * 1024
+"""Number of first bytes of a message that its dead letter keeps, so that all dead letters together take at most some
+16 MiB. They show what the message is and where it came from.
+"""
+_MAX_REASON_CHARS = 1000
+"""Largest length of a dead letter's reason, which may quote the message."""
 
 
 class Stream(StrEnum):
@@ -140,7 +146,7 @@ def _entry(entry_id: bytes | str, fields: dict[bytes, bytes]) -> Entry:
 
 
 def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes, reason: str) -> None:
-    """Keep a message and the reason why it could not be processed.
+    """Keep the beginning of a message, its size, and the reason why it could not be processed.
 
     Args:
         client: a synchronous Redis client, or a pipeline.
@@ -149,7 +155,12 @@ def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes,
         data: the message.
         reason: why it could not be processed.
     """
-    fields = {MESSAGE_FIELD: data, "reason": reason, "stream": stream}
+    fields = {
+        MESSAGE_FIELD: data[:_MAX_DEAD_LETTER_BYTES],
+        "bytes": len(data),
+        "reason": reason[:_MAX_REASON_CHARS],
+        "stream": stream,
+    }
     client.xadd(dead_letters, fields, maxlen=_MAX_DEAD_LETTERS, approximate=True)
 
 

@@ -19,6 +19,7 @@ from rollout_head.relay import Relay
 from rollout_store.history.records import START, HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import JobStore
+from rollout_store.job.streams import add_dead_letter
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts
@@ -111,6 +112,18 @@ def test_an_entry_that_cannot_be_decoded_becomes_a_dead_letter(harness: RelayHar
     ((_, letter),) = letters
     assert (data, stream.encode()) == (letter[b"d"], letter[b"stream"])
     assert letter[b"reason"]
+
+
+def test_dead_letters_keep_the_beginning_and_the_size_of_a_message(harness: RelayHarness) -> None:
+    data = b"\x01" * 2**20
+    for _ in range(1010):
+        add_dead_letter(harness.redis, JOB.dead_letters, stream=JOB.outbox, data=data, reason="r" * 2**20)
+    letters: Any = harness.redis.xrange(JOB.dead_letters, count=1)
+    [(_, letter)] = letters
+    assert data.startswith(letter[b"d"])
+    assert letter[b"d"]
+    assert str(len(data)).encode() == letter[b"bytes"]
+    assert harness.redis.memory_usage(JOB.dead_letters, samples=0) < 40_000_000
 
 
 def test_a_reward_with_an_invalid_ledger_entry_becomes_a_dead_letter(harness: RelayHarness) -> None:

@@ -127,6 +127,9 @@ class CoordinatorStatus(TypedDict):
     """Engines that this coordinator has lost."""
     dead_letters: int
     """Messages that this coordinator has moved to the dead letters."""
+    conflicts: int
+    """Rewards and rollouts that the history has refused because it has the rollout with other tokens: Redis had lost it
+    in a crash, and it was sampled again."""
     unread_bytes: dict[str, int]
     """Bytes of the results that each client has not read."""
     slow_clients: list[str]

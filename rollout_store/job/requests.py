@@ -39,6 +39,8 @@ class LedgerEntry:
     num_draft_tokens: int
     num_accepted_tokens: int
     engine: str
+    digest: bytes = b""
+    """Digest of the tokens that the history has for the rollout; empty in entries of earlier releases."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> LedgerEntry:
@@ -52,6 +54,7 @@ class LedgerEntry:
             rollout.num_draft_tokens,
             rollout.num_accepted_tokens,
             rollout.engine,
+            bytes.fromhex(rollout.digest),
         )
 
     def pack(self) -> bytes:

@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.protocol.messages import RolloutId
+from rollout_api.protocol.messages import CodecError, RolloutId
 from rollout_api.redis_client.retry import RetryPolicy
 from rollout_store.job.part import StorePart, as_text
 from rollout_store.job.requests import LedgerEntry
@@ -45,6 +45,8 @@ class RolloutEvent:
         )
 
 
+CONFLICTS = "conflicts"
+"""Field of the job's totals with the number of rollouts and rewards that did not belong to the history's tokens."""
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
 _MAX_DEAD_LETTER_BYTES = 16 * 1024
@@ -197,21 +199,38 @@ class Outbox:
         if entries:
             self._client.xdel(self._names[stream], *(entry.entry_id for entry in entries))
 
-    def add_dead_letter(self, stream: HistoryStream, entry: Entry, reason: str) -> None:
-        """Add a copy of an entry to the dead letters."""
-        name = self._names[stream]
-        add_dead_letter(self._client, self._keys.dead_letters, stream=name, data=entry.data, reason=reason)
+    def add_dead_letter(self, stream: HistoryStream, data: bytes, reason: str) -> None:
+        """Add a message of a stream to the dead letters."""
+        add_dead_letter(self._client, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
 
     def clock(self) -> float:
         """Return the Unix time by the clock of Redis, which also sets the times of entries."""
         seconds, microseconds = self._client.time()
         return float(seconds) + float(microseconds) / 1e6
 
-    def problem_of(self, rollout_id: RolloutId) -> str | None:
-        """Return the problem of a finished rollout; None if the job does not know the rollout.
+    def ledger_entries(self, rollout_ids: Sequence[RolloutId]) -> list[LedgerEntry | CodecError | None]:
+        """Return the ledger entry of each rollout, in one round trip.
 
-        Raises:
-            CodecError: if the ledger entry cannot be decoded.
+        An entry that cannot be decoded is represented by the error, and that of a rollout that the job does not know by
+        None.
         """
-        entry: Any = self._client.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
-        return None if entry is None else LedgerEntry.unpack(entry).problem_id
+        if not rollout_ids:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for rollout_id in rollout_ids:
+            pipeline.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+        entries: list[LedgerEntry | CodecError | None] = []
+        for stored in pipeline.execute():
+            try:
+                entries.append(None if stored is None else LedgerEntry.unpack(stored))
+            except CodecError as error:
+                entries.append(error)
+        return entries
+
+    def replace_ledger_entry(self, rollout_id: RolloutId, entry: LedgerEntry) -> None:
+        """Replace the ledger entry of a rollout that the job knows."""
+        self._client.hset(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample), entry.pack())
+
+    def count_conflicts(self, number: int) -> None:
+        """Add to the number of rollouts and rewards that belong to other tokens than those in the history."""
+        self._client.hincrby(self._keys.totals, CONFLICTS, number)

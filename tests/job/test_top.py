@@ -87,6 +87,7 @@ def live_job(
         "environment_errors": {},
         "engines_lost": 0,
         "dead_letters": 0,
+        "conflicts": 0,
         "unread_bytes": {"trainer": 0},
         "slow_clients": [],
     }

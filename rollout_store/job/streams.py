@@ -96,9 +96,10 @@ class IncomingStreams(StorePart):
         streams = {name: stream for stream, name in self._names.items()}
         return {streams[as_text(name)]: [_entry(*found) for found in entries] for name, entries in replies}
 
-    async def entries(self, stream: Stream) -> list[Entry]:
-        """Return all current entries of a stream."""
-        return await read_entries(self._client, self._names[stream])
+    async def page(self, stream: Stream, after: str, *, max_entries: int) -> list[Entry]:
+        """Return the oldest current entries of a stream that follow the entry with id *after*."""
+        page: Any = await self._client.xrange(self._names[stream], min=f"({after}", count=max_entries)
+        return [_entry(*entry) for entry in page]
 
     async def last_id(self, stream: Stream) -> str:
         """Return the id of a stream's newest entry, after which all later entries follow."""
@@ -118,12 +119,12 @@ class IncomingStreams(StorePart):
             pipeline.xdel(name, entry.entry_id)
             await pipeline.execute()
 
-    async def all_processed(self) -> bool:
-        """Return whether no request is open and the relay has moved all rollouts and rewards to the history."""
-        for stream in (self._keys.requests, self._keys.outbox, self._keys.rewards):
-            if await self._client.xlen(stream):
-                return False
-        return True
+    async def num_unprocessed(self) -> int:
+        """Return the number of open requests, and of rollouts and rewards that the relay has yet to move."""
+        # In this order: a rollout enters the outbox before its request ends.
+        return sum(
+            [await self._client.xlen(name) for name in (self._keys.requests, self._keys.outbox, self._keys.rewards)]
+        )
 
 
 async def read_entries(client: redis.asyncio.Redis, name: str) -> list[Entry]:

@@ -505,7 +505,7 @@ class AsyncRolloutClient(JobConnection):
         for start in range(0, len(checked), IDS_PER_MESSAGE):
             batch = dict(checked[start : start + IDS_PER_MESSAGE])
             received = {rollout_id: digests[rollout_id] for rollout_id in batch if rollout_id in digests}
-            messages.append(encode(Rewards(rewards=batch, **({"digests": received} if received else {}))))
+            messages.append(encode(Rewards(rewards=batch, digests=received) if received else Rewards(rewards=batch)))
         await channel.append(channel.keys.rewards, messages, "report rewards")
 
     async def length_stats(self, problem: str | None = None) -> LengthStats:

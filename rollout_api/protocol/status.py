@@ -134,6 +134,9 @@ class CoordinatorStatus(TypedDict):
     """Bytes of the results that each client has not read."""
     slow_clients: list[str]
     """Clients with too many unread results."""
+    blocked: dict[str, int]
+    """Client → number of its waiting rollouts that cannot start, because it has too many unread results, or because no
+    engine serves or loads weights that may sample them. They do not count towards spec.queue.maxRollouts."""
 
 
 NO_STATUS = cast(CoordinatorStatus, {})

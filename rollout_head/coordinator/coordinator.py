@@ -92,7 +92,7 @@ class Coordinator:
         self._reader = MessageReader(state, job_store, self._orders, self._engines, self._admission, self._max_rollouts)
         max_unread_bytes = int(parse_quantity(spec.queue.max_unread_results))
         self._placer = RolloutPlacer(state, job_store, self._orders, max_unread_bytes)
-        self._unserved = UnservedRollouts(state, job_store)
+        self._unserved = UnservedRollouts(state, job_store, self._max_rollouts)
         spans = None if traces is None else RequestSpans(traces, uid, self._orders, state)
         timeline = TimelineRecorder(job_store, self.status.distributions, spans)
         self._publisher = StatusPublisher(state, job_store, self.status, timeline)
@@ -171,7 +171,7 @@ class Coordinator:
         limits, published_at = self._state.limits, time.monotonic()
         cursor = "0"
         while entries := await self._job_store.incoming.page(Stream.REQUESTS, cursor, max_entries=limits.read_batch):
-            if self._state.num_rollouts >= self._max_rollouts:
+            if self._state.num_limited >= self._max_rollouts:
                 entries = entries[: await self._admission.num_admitted(entries)]
                 if not entries:
                     return
@@ -194,6 +194,7 @@ class Coordinator:
         await self._engines.update()
         await self._unserved.find()
         await self._placer.find_slow_clients()
+        self._unserved.find_blocked()
 
     async def _ended(self) -> bool:
         """Return whether the job is closed and all is answered; then let the job's keys expire."""

@@ -413,6 +413,40 @@ def test_a_new_coordinator_opens_no_more_requests_than_the_last_one(run: Run) ->
     run(scenario)
 
 
+@pytest.mark.parametrize("reason", ["weights that nobody publishes", "results that nobody reads"])
+def test_a_client_whose_rollouts_cannot_start_does_not_keep_others_out(run: Run, reason: str) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        limited = manifest(queue={"maxRollouts": 8, "maxUnreadResults": "1Ki"})
+        pinned = {}
+        if reason == "weights that nobody publishes":
+            pinned = {"min_weight_version": 5}
+        else:
+            job.redis.hset(JOB.results_written, "dead", 2**20)
+        async with job.coordinator(limited) as coordinator:
+            job.send(JOB.requests, *(request(f"dead{i}", n=2, reply_to="dead", **pinned) for i in range(4)))
+            await wait_for_async(lambda: 8 == coordinator.num_open_rollouts)
+            await wait_for_async(
+                lambda: (
+                    not job.redis.hlen(JOB.results_written)
+                    or json.loads(job.redis.get(JOB.status) or b"{}").get("slow_clients")
+                )
+            )
+            async with job.engine("a", max_running=30) as engine:
+                job.send(JOB.requests, request("r", n=2, reply_to="alive"))
+                orders = await job.inbox(engine, 2)
+                assert {"r"} == {order.request_id for order in orders}
+                await wait_for_async(lambda: {"dead": 8} == json.loads(job.redis.get(JOB.status))["blocked"])
+                # The limit holds for the client itself.
+                job.send(JOB.requests, *(request(f"late{i}", n=2, reply_to="dead", **pinned) for i in range(6)))
+                job.send(JOB.requests, *(request(f"more{i}", reply_to="dead", **pinned) for i in range(8)))
+                await wait_for_async(lambda: {"dead": 28} == json.loads(job.redis.get(JOB.status))["blocked"])
+                job.send(JOB.requests, request("never", reply_to="dead", **pinned))
+                await asyncio.sleep(0.5)
+                assert 30 == coordinator.num_open_rollouts
+
+    run(scenario)
+
+
 def test_a_coordinator_publishes_its_status_while_it_takes_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
         job.send(JOB.requests, *(request(f"r{number}") for number in range(40)))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -14,12 +15,21 @@ import redis
 
 from rollout_api.protocol.history_encoding import decode_draft_sources
 from rollout_api.protocol.keys import CONTEXT_FIELD, TRACE_FIELD, MessageKeys
-from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
-from rollout_api.redis_client.retry import concerns_server, retry
+from rollout_api.protocol.messages import (
+    CodecError,
+    Rewards,
+    Rollout,
+    RolloutId,
+    decode,
+    digest_of,
+    encode,
+    unpack_tokens,
+)
+from rollout_api.redis_client.retry import retry
 from rollout_head.tracing import SpanData, TraceExporter, span_of_append
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import AppendResult, HistoryStore
-from rollout_store.job.requests import RequestTrace
+from rollout_store.job.requests import LedgerEntry, RequestTrace
 from rollout_store.job.streams import Entry, HistoryStream, Outbox, arrival_time
 
 logger = logging.getLogger(__name__)
@@ -32,13 +42,15 @@ _WAIT_S = 0.5
 """Maximum seconds for which a read waits for the first entry."""
 _RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
-_BATCH = 256
-"""Maximum number of entries of each stream in one batch."""
+_MIN_BATCH, _MAX_BATCH = 256, 4096
+"""Smallest and largest maximum number of entries of each stream in one batch. A batch takes several round trips, so it
+has many entries while they are small.
+"""
+_BATCH_BYTES = 8_000_000
+"""Approximate size of a batch whose maximum number of entries is between these limits."""
 _STOP_TIMEOUT_S = 15.0
 """Seconds to wait for the batch in progress when the relay is stopped."""
 _Message = TypeVar("_Message")
-_RewardsByProblem = dict[str, dict[str, float]]
-"""Problem id → rollout id → reward."""
 
 
 class _OutboxRollout(NamedTuple):
@@ -47,6 +59,15 @@ class _OutboxRollout(NamedTuple):
     problem_id: str
     record: HistoryRecord
     entry: Entry
+
+
+class _Reward(NamedTuple):
+    """A reward of the reward stream."""
+
+    rollout_id: RolloutId
+    value: float
+    digest: str
+    """Digest of the tokens that were rewarded; empty if it is unknown."""
 
 
 class Relay:
@@ -64,6 +85,8 @@ class Relay:
         self._outbox, self._run_id, self._store, self._traces = Outbox(client, keys), keys.uid, store, traces
         self._failure: Exception | None = None
         """The error of the last batch; None if it succeeded."""
+        self._max_entries = _MIN_BATCH
+        """Maximum number of entries of each stream in the next batch."""
         self._generations: dict[int, int] = {}
         """Weight version → its generation in the history."""
         self._stopping = threading.Event()
@@ -88,10 +111,10 @@ class Relay:
             pass
 
     def _run(self) -> None:
-        logged_at = 0.0
+        logged_at, moved = 0.0, 0
         while not self._stopping.is_set():
             try:
-                moved = retry(self._wait_and_move_batch)
+                moved = retry(self._move_batch if moved else self._wait_and_move_batch)
                 self._failure = None
             except Exception as error:  # the relay must outlive every error; entries wait in Redis meanwhile
                 if self._failure is None or time.monotonic() - logged_at > _FAILURE_LOG_INTERVAL_S:
@@ -102,7 +125,7 @@ class Relay:
                 moved, self._failure = 0, error
             if self._failure is not None:
                 self._stopping.wait(_RETRY_DELAY_S)
-            elif moved < _BATCH:
+            elif moved < _MIN_BATCH:
                 self._stopping.wait(_BATCH_INTERVAL_S)
 
     def _wait_and_move_batch(self) -> int:
@@ -113,18 +136,22 @@ class Relay:
         """Move the oldest entries; return how many there were."""
         # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
         # and stored only when the outbox has been emptied.
-        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=_BATCH)
+        max_entries = self._max_entries
+        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=max_entries)
         self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
-        if len(rollouts) < _BATCH:
-            self._move(HistoryStream.REWARDS, rewards, self._decode_rewards, self._set_rewards)
-        return len(rollouts) + len(rewards)
+        if len(rollouts) < max_entries:
+            self._move(HistoryStream.REWARDS, rewards, _decode_rewards, self._set_rewards)
+        if entries := rollouts + rewards:
+            mean_bytes = sum(len(entry.data) for entry in entries) / len(entries)
+            self._max_entries = max(_MIN_BATCH, min(_MAX_BATCH, int(_BATCH_BYTES / max(1, mean_bytes))))
+        return len(entries)
 
     def _move(
         self,
         stream: HistoryStream,
         entries: list[Entry],
         decode_entry: Callable[[Entry], _Message],
-        store: Callable[[list[_Message]], list[redis.ResponseError | None]],
+        store: Callable[[list[_Message]], list[str | None]],
     ) -> None:
         """Store the messages of entries in the history, and delete the entries.
 
@@ -132,7 +159,7 @@ class Relay:
             stream: the stream of the entries.
             entries: the entries.
             decode_entry: decodes an entry; raises :class:`CodecError` if it cannot be decoded.
-            store: stores messages and returns an error for each one whose problem has unusable keys.
+            store: stores messages and returns for each one why it cannot be stored, or None.
         """
         decoded: list[tuple[Entry, _Message]] = []
         rejected: list[tuple[Entry, str]] = []
@@ -142,13 +169,12 @@ class Relay:
             except CodecError as error:
                 rejected.append((entry, str(error)))
         if decoded:
-            errors = store([message for _, message in decoded])
-            for (entry, _), refusal in zip(decoded, errors, strict=True):
-                if refusal is not None:
-                    rejected.append((entry, f"the keys of its problem cannot be written: {refusal}"))
+            reasons = store([message for _, message in decoded])
+            entries_with_reasons = zip((entry for entry, _ in decoded), reasons, strict=True)
+            rejected += [(entry, reason) for entry, reason in entries_with_reasons if reason is not None]
         for entry, reason in rejected:
             logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
-            self._outbox.add_dead_letter(stream, entry, reason)
+            self._outbox.add_dead_letter(stream, entry.data, reason)
         self._outbox.delete(stream, entries)
 
     def _decode_rollout(self, entry: Entry) -> _OutboxRollout:
@@ -176,17 +202,45 @@ class Relay:
         )
         return _OutboxRollout(rollout.problem_id, record, entry)
 
-    def _append(self, rollouts: list[_OutboxRollout]) -> list[redis.ResponseError | None]:
+    def _append(self, rollouts: list[_OutboxRollout]) -> list[str | None]:
         results = self._store.append_all([(rollout.problem_id, rollout.record) for rollout in rollouts])
-        errors = [result if isinstance(result, redis.ResponseError) else None for result in results]
-        self.num_appended += errors.count(None)
+        reasons = [_unusable_keys(result) if isinstance(result, redis.ResponseError) else None for result in results]
+        self.num_appended += reasons.count(None)
         if self._traces is not None:
             now = self._outbox.clock()
             appended = zip(rollouts, results, strict=True)
             self._traces.export(
                 self._append_span(rollout, now) for rollout, result in appended if result is AppendResult.APPENDED
             )
-        return errors
+        repeated = [index for index, result in enumerate(results) if result is AppendResult.DUPLICATE]
+        for index, reason in zip(repeated, self._compare([rollouts[index] for index in repeated]), strict=True):
+            reasons[index] = reason
+        return reasons
+
+    def _compare(self, repeated: list[_OutboxRollout]) -> list[str | None]:
+        """Return for each rollout that the history has already why its tokens are refused; None if they are the same.
+
+        A relay that was killed has left rollouts that are in the history. The tokens differ if the job's Redis has lost
+        a rollout in a crash and the history has not: it was sampled again.
+        """
+        stored = {
+            record.rollout_id: digest_of(record.tokens.astype("<u4").tobytes())
+            for problem in {rollout.problem_id for rollout in repeated}
+            for log_slice in self._store.read_all(problem)
+            for record in log_slice.records
+        }
+        reasons: list[str | None] = []
+        for _, record, _ in repeated:
+            digest = digest_of(record.tokens.astype("<u4").tobytes())
+            known = stored.get(record.rollout_id, digest)
+            reasons.append(None if known == digest else "the history has other tokens of this rollout, which it keeps")
+            if known != digest:
+                rollout_id = RolloutId.parse(record.rollout_id)
+                [entry] = self._outbox.ledger_entries([rollout_id])
+                if isinstance(entry, LedgerEntry):  # so that no reward for these tokens goes to the others
+                    self._outbox.replace_ledger_entry(rollout_id, replace(entry, digest=bytes.fromhex(known)))
+                self._outbox.count_conflicts(1)
+        return reasons
 
     def _append_span(self, rollout: _OutboxRollout, appended_at: float) -> SpanData:
         rollout_id = RolloutId.parse(rollout.record.rollout_id)
@@ -194,33 +248,64 @@ class Relay:
         trace = RequestTrace.unpack(packed, self._run_id, rollout_id.request_id)
         return span_of_append(trace, rollout_id, arrival_time(rollout.entry.entry_id), appended_at)
 
-    def _decode_rewards(self, entry: Entry) -> _RewardsByProblem:
-        message = decode(entry.data)
-        if not isinstance(message, Rewards):
-            raise CodecError(f"a {message.kind} in place of rewards")
+    def _set_rewards(self, messages: list[list[_Reward]]) -> list[str | None]:
+        entries = iter(self._outbox.ledger_entries([reward.rollout_id for rewards in messages for reward in rewards]))
         by_problem: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for text, reward in message.rewards.items():
-            try:
-                rollout_id = RolloutId.parse(text)
-            except ValueError as error:
-                raise CodecError(str(error)) from None
-            problem = self._outbox.problem_of(rollout_id)
-            if problem is None:
-                logger.warning("Discarded a reward for rollout %s, which this job does not know.", text)
-                continue
-            by_problem[problem][text] = reward
-        return by_problem
+        conflicts: list[_Reward] = []
+        reasons: list[str | None] = []
+        problems: list[set[str]] = []
+        """Problems of the rewards of each message."""
+        for rewards in messages:
+            found = [(reward, next(entries)) for reward in rewards]
+            errors = [str(entry) for _, entry in found if isinstance(entry, CodecError)]
+            reasons.append(errors[0] if errors else None)
+            problems.append(set())
+            for reward, entry in found if not errors else ():
+                if not isinstance(entry, LedgerEntry):
+                    logger.warning(
+                        "Discarded a reward for rollout %s, which this job does not know.", reward.rollout_id
+                    )
+                elif reward.digest and entry.digest and reward.digest != entry.digest.hex():
+                    conflicts.append(reward)
+                else:
+                    by_problem[entry.problem_id][str(reward.rollout_id)] = reward.value
+                    problems[-1].add(entry.problem_id)
+        if conflicts:
+            self._reject(conflicts)
+        refused = self._store.set_all_rewards(by_problem)
+        return [
+            reason or next((_unusable_keys(refused[problem]) for problem in found if problem in refused), None)
+            for reason, found in zip(reasons, problems, strict=True)
+        ]
 
-    def _set_rewards(self, messages: list[_RewardsByProblem]) -> list[redis.ResponseError | None]:
-        errors: list[redis.ResponseError | None] = []
-        for by_problem in messages:
-            failure = None
-            for problem, rewards in by_problem.items():
-                try:
-                    self._store.set_rewards(problem, rewards)
-                except redis.ResponseError as error:
-                    if concerns_server(error):
-                        raise
-                    failure = error
-            errors.append(failure)
-        return errors
+    def _reject(self, conflicts: list[_Reward]) -> None:
+        """Keep rewards that belong to other tokens than those in the history as a dead letter."""
+        message = Rewards(
+            rewards={str(reward.rollout_id): reward.value for reward in conflicts},
+            digests={str(reward.rollout_id): reward.digest for reward in conflicts},
+        )
+        reason = (
+            f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for other tokens "
+            "than those in the history: Redis has lost the rollouts in a crash, and they were sampled again"
+        )
+        logger.warning("%s. The rewards are moved to the dead letters.", reason)
+        self._outbox.add_dead_letter(HistoryStream.REWARDS, encode(message), reason)
+        self._outbox.count_conflicts(len(conflicts))
+
+
+def _decode_rewards(entry: Entry) -> list[_Reward]:
+    """Return the rewards of an entry of the reward stream."""
+    message = decode(entry.data)
+    if not isinstance(message, Rewards):
+        raise CodecError(f"a {message.kind} in place of rewards")
+    try:
+        return [
+            _Reward(RolloutId.parse(text), value, message.digests.get(text, ""))
+            for text, value in message.rewards.items()
+        ]
+    except ValueError as error:
+        raise CodecError(str(error)) from None
+
+
+def _unusable_keys(error: redis.ResponseError) -> str:
+    return f"the keys of its problem cannot be written: {error}"

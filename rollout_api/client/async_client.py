@@ -490,7 +490,9 @@ class AsyncRolloutClient(JobConnection):
         """Report the rewards of rollouts to the job.
 
         Args:
-            rewards: reward by rollout id. If a reward is reported again, the later one counts.
+            rewards: reward by rollout id. If a reward is reported again, the later one counts. If Redis loses a rollout
+                in a crash after this client has received it, the job may sample it again with other tokens. Its reward
+                is then not recorded in the history but becomes a dead letter.
 
         Raises:
             InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.
@@ -498,10 +500,12 @@ class AsyncRolloutClient(JobConnection):
         channel = self._connected.channel
         checked = [(rollout_id, self._check_reward(rollout_id, reward)) for rollout_id, reward in rewards.items()]
         await self._check_known([RolloutId.parse(rollout_id) for rollout_id, _ in checked])
-        messages = [
-            encode(Rewards(rewards=dict(checked[start : start + IDS_PER_MESSAGE])))
-            for start in range(0, len(checked), IDS_PER_MESSAGE)
-        ]
+        digests = self._connected.results.digests
+        messages = []
+        for start in range(0, len(checked), IDS_PER_MESSAGE):
+            batch = dict(checked[start : start + IDS_PER_MESSAGE])
+            received = {rollout_id: digests[rollout_id] for rollout_id in batch if rollout_id in digests}
+            messages.append(encode(Rewards(rewards=batch, digests=received) if received else Rewards(rewards=batch)))
         await channel.append(channel.keys.rewards, messages, "report rewards")
 
     async def length_stats(self, problem: str | None = None) -> LengthStats:

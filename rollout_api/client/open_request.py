@@ -14,7 +14,7 @@ from itertools import islice
 from rollout_api.client.job_info import PreparedRequest
 from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.messages import CodecError, FinishReason, Partial, Refusal, Rollout, decode
+from rollout_api.protocol.messages import CodecError, FinishReason, Partial, Purpose, Refusal, Rollout, decode
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ TokensCallback = Callable[[int, Partial], None]
 
 REQUESTS_PER_BATCH = 64
 """Requests that are sent, or whose results are read or released, in one round trip."""
+_MAX_DIGESTS = 100_000
+"""Rollouts, those received last, whose digests a client remembers for their rewards. They take about 25 MB."""
 _MAX_UNTAKEN = 64
 """Rollouts of a step in memory above which further ones stay in Redis until they are taken."""
 _LOST_TOKENS = (
@@ -108,7 +110,7 @@ class OpenRequest(ABC):
             announced = [sample for sample in range(self.request.n) if sample not in self._received]
         return announced, may_have_any
 
-    def add(self, samples: Sequence[int], results: Sequence[bytes | None], refusal: bytes | None) -> None:
+    def add(self, samples: Sequence[int], results: Sequence[bytes | None], refusal: bytes | None) -> list[Rollout]:
         """Add what was read.
 
         Args:
@@ -116,9 +118,13 @@ class OpenRequest(ABC):
             results: their encoded rollouts; None for those that are not there.
             refusal: an encoded refusal that was read before them.
 
+        Returns:
+            The rollouts that were not known before.
+
         Raises:
             CodecError: the refusal cannot be decoded.
         """
+        added: list[Rollout] = []
         for sample, data in zip(samples, results, strict=True):
             if data is None or self.has_ended or sample in self._received:
                 continue
@@ -128,12 +134,14 @@ class OpenRequest(ABC):
                 if not isinstance(message, Rollout):
                     raise CodecError(f"it is a {message.kind}, not a rollout")
                 self._deliver(sample, message)
+                added.append(message)
             except CodecError as error:
                 self._mark_unreadable(f"{self.request.request_id}, sample {sample}", str(error))
         # If the job has answered the request before, all rollouts that it still keeps are among the results.
         if refusal is not None and self.num_missing:
             message = decode(refusal)
             self._refuse(message.reason if isinstance(message, Refusal) else f"a {message.kind} in place of a refusal")
+        return added
 
     def withdraw(self, error: RolloutClientError) -> None:
         """Stop expecting anything. Whoever waits for the rollouts as a whole gets *error*."""
@@ -441,6 +449,8 @@ class OpenRequests:
         """Ids of requests to cancel, because nobody awaits their rollouts any more."""
         self.has_work = asyncio.Event()
         """Set when something is to be sent."""
+        self.digests: dict[str, str] = {}
+        """Rollout id → digest of its tokens, of training rollouts that a trainer has received."""
         self._leftovers = leftovers
         self._open: dict[str, OpenRequest] = {}
 
@@ -452,6 +462,14 @@ class OpenRequests:
     def sent(self) -> list[OpenRequest]:
         """Requests that were sent and whose rollouts are expected."""
         return [opened for opened in self._open.values() if opened.was_sent and opened.num_missing]
+
+    def note_received(self, rollout: Rollout) -> None:
+        """Remember which tokens of a rollout were received, because it may be sampled again if Redis loses it."""
+        if self._leftovers is None or rollout.purpose is not Purpose.TRAIN or not rollout.token_ids:
+            return
+        self.digests[rollout.rollout_id] = rollout.digest
+        if len(self.digests) > _MAX_DIGESTS:
+            del self.digests[next(iter(self.digests))]
 
     def register(self, opened: OpenRequest) -> None:
         """Open a request."""

@@ -52,6 +52,8 @@ class RequestQueue:
         """Set while no batch is being sent."""
         self._is_idle.set()
         self._open_in_job: int | None = None
+        self._num_blocked = 0
+        """Number of rollouts of this client that cannot start at the moment, by the job's last status."""
         self._sent_since_status = self._answered_before_status = 0
         self._next_cancellation, self._cancel_pause = 0.0, _FIRST_CANCEL_PAUSE_S
         self._images = StoredImages(channel)
@@ -63,7 +65,11 @@ class RequestQueue:
 
     def observe_status(self, status: CoordinatorStatus | None) -> None:
         """Read from the job's status how many rollouts of all its clients are open."""
+        blocked = status.get("blocked", {}) if status else {}
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
+        if self._open_in_job is not None:
+            self._open_in_job -= sum(blocked.values())
+        self._num_blocked = min(blocked.get(self._channel.client_name, 0), self._job.max_rollouts)
         self._sent_since_status, self._answered_before_status = 0, self._reader.num_answered
 
     def _has_room(self, num_rollouts: int, num_in_batch: int) -> bool:
@@ -73,7 +79,8 @@ class RequestQueue:
             num_rollouts: number of rollouts of a request.
             num_in_batch: number of rollouts that are about to be sent before.
         """
-        in_job = self._requests.num_awaited
+        # Rollouts that cannot start do not count, so that a client that has died does not keep all others out.
+        in_job = max(0, self._requests.num_awaited - self._num_blocked)
         if self._open_in_job is not None:
             # Rollouts that have ended since the job's last status are not open in the job any more.
             num_answered = self._reader.num_answered - self._answered_before_status

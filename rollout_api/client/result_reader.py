@@ -183,7 +183,8 @@ class ResultReader:
             results = next(found) if samples else []
             num_missing = opened.num_missing
             with _failing(opened):
-                opened.add(samples, results, refusal)
+                for rollout in opened.add(samples, results, refusal):
+                    self._requests.note_received(rollout)
             self._requests.count(opened)
             if opened.was_sent:
                 self.num_answered += num_missing - opened.num_missing

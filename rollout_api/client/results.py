@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,6 +95,11 @@ class Results:
     def num_awaited(self) -> int:
         """Number of rollouts that were requested and have not been received."""
         return self._requests.num_awaited
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Rollout id → digest of the tokens that were received, for the training rollouts received last."""
+        return self._requests.digests
 
     def observe(self, status: CoordinatorStatus | None, ending: RolloutClientError | None) -> None:
         """Take note of the job's state.

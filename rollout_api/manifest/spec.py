@@ -496,7 +496,9 @@ class Queue(ManifestModel):
     """Limits of what may be queued."""
 
     max_rollouts: int = Field(default=100_000, ge=1)
-    """Maximum number of open rollouts of all clients. Further requests wait in Redis."""
+    """Maximum number of open rollouts of all clients. Further requests wait in Redis. Rollouts that cannot start do not
+    count, up to this number for each client: those that wait for weights that no engine serves or loads, and those of a
+    client that has too many unread results."""
     max_request_bytes: Quantity = "512Ki"
     """Maximum size of an encoded request, without its images."""
     max_image_bytes: Quantity = "16Mi"

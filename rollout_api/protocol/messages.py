@@ -488,6 +488,11 @@ class Rollout(_Response):
         return self
 
     @property
+    def digest(self) -> str:
+        """Digest of the token ids, as rewards name the text that they are for (:func:`digest_of`)."""
+        return digest_of(pack_tokens(self.token_ids))
+
+    @property
     def token_sources(self) -> list[str | None]:
         """Source of each token that is an accepted draft token (see ``draft_sources``); None for the others."""
         if self.draft_sources is None:
@@ -610,6 +615,10 @@ class Rewards(_Message):
     kind: Literal["rewards"] = "rewards"
     rewards: dict[str, float] = Field(min_length=1)
     """Rollout id → reward."""
+    digests: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = Field(default={})
+    """Rollout id → digest of the tokens that were rewarded (:attr:`Rollout.digest`). If Redis has lost a rollout in a
+    crash after the client had received it, it is sampled again under the same id, and the reward is not for its new
+    tokens. Rewards without a digest are not checked."""
 
 
 class InitWeightTransfer(_Message):
@@ -806,6 +815,11 @@ def decode(data: bytes) -> Message:
         raise CodecError(f"{kind}: it is nested too deeply") from None
     except (TypeError, KeyError, ValueError, OverflowError, struct.error) as error:
         raise CodecError(f"{kind}: malformed field: {error}") from None
+
+
+def digest_of(packed_tokens: bytes) -> str:
+    """Return the digest of a response, given its packed token ids: BLAKE2b-64 in hex."""
+    return blake2b(packed_tokens, digest_size=8).hexdigest()
 
 
 def problem_id_of(prompt_token_ids: Sequence[int], images: Sequence[str] = ()) -> str:

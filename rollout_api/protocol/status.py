@@ -127,10 +127,16 @@ class CoordinatorStatus(TypedDict):
     """Engines that this coordinator has lost."""
     dead_letters: int
     """Messages that this coordinator has moved to the dead letters."""
+    conflicts: int
+    """Rewards and rollouts that the history has refused because it has the rollout with other tokens: Redis had lost it
+    in a crash, and it was sampled again."""
     unread_bytes: dict[str, int]
     """Bytes of the results that each client has not read."""
     slow_clients: list[str]
     """Clients with too many unread results."""
+    blocked: dict[str, int]
+    """Client → number of its waiting rollouts that cannot start, because it has too many unread results, or because no
+    engine serves or loads weights that may sample them. They do not count towards spec.queue.maxRollouts."""
 
 
 NO_STATUS = cast(CoordinatorStatus, {})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
@@ -90,7 +91,7 @@ class RequestAdmission:
                 SiblingLengths(lengths[request.problem]),
                 set(done),
                 cancelled=cancelled,
-                recovered=held is not None,
+                recovered=held is not None or admission is Admission.KNOWN,
             )
             self._state.open(opened, held or {}, engine)
             if cancelled:
@@ -98,6 +99,17 @@ class RequestAdmission:
         if cancelled_early:
             await self._job_store.requests.mark_cancelled(cancelled_early)
         await self._orders.cancel(ended)
+
+    async def num_admitted(self, entries: Sequence[Entry]) -> int:
+        """Return how many of these successive entries end with the last one whose request was admitted before."""
+        messages = []
+        for index, entry in enumerate(entries, start=1):
+            with suppress(CodecError):  # :meth:`admit` moves it to the dead letters
+                if isinstance(message := decode(entry.data), RolloutRequest):
+                    messages.append((index, entry.entry_id, message.request_id))
+        known = await self._job_store.requests.admitted_entries([request_id for _, _, request_id in messages])
+        found = zip(messages, known, strict=True)
+        return max((index for (index, entry_id, _), admitted in found if admitted == entry_id), default=0)
 
     async def _check(self, entry: Entry) -> RolloutRequest | None:
         """Return the request of an entry; None if it was refused, or cannot be decoded."""

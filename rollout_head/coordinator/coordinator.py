@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from rollout_api.manifest.field_types import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
@@ -23,6 +24,9 @@ from rollout_store.job.assignments import RolloutKey
 from rollout_store.job.job_record import JobDescription
 
 logger = logging.getLogger(__name__)
+
+_END_LOG_INTERVAL_S = 10.0
+"""Seconds between two messages that a closed job waits for the relay."""
 
 
 class Coordinator:
@@ -84,16 +88,17 @@ class Coordinator:
         self._engines = Engines(state, job_store, self._orders)
         self._reconciliation = Reconciliation(state, job_store)
         self._admission = RequestAdmission(state, job_store, self._orders, LengthLookup(history), job, vocabulary)
-        self._reader = MessageReader(
-            state, job_store, self._orders, self._engines, self._admission, spec.queue.max_rollouts
-        )
+        self._max_rollouts = spec.queue.max_rollouts
+        self._reader = MessageReader(state, job_store, self._orders, self._engines, self._admission, self._max_rollouts)
         max_unread_bytes = int(parse_quantity(spec.queue.max_unread_results))
         self._placer = RolloutPlacer(state, job_store, self._orders, max_unread_bytes)
-        self._unserved = UnservedRollouts(state, job_store)
+        self._unserved = UnservedRollouts(state, job_store, self._max_rollouts)
         spans = None if traces is None else RequestSpans(traces, uid, self._orders, state)
         timeline = TimelineRecorder(job_store, self.status.distributions, spans)
         self._publisher = StatusPublisher(state, job_store, self.status, timeline)
         self._server_run_id = ""
+        self._next_end_log = 0.0
+        """``time.monotonic()`` of the next message that a closed job waits for the relay."""
 
     @property
     def num_open_requests(self) -> int:
@@ -149,12 +154,33 @@ class Coordinator:
             for order in await self._job_store.assignments.inbox(engine):
                 if order.assignment is not None:
                     held[order.assignment.key] = engine
-        entries = await self._job_store.incoming.entries(Stream.REQUESTS)
-        await self._admission.admit(entries, held)
-        if entries:
-            self._reader.skip_requests(entries[-1].entry_id)
+        state.engines = {engine: report for engine, (report, alive) in registered.items() if alive}
+        await self._restore_requests(held)
         # The live engines are discovered by the next update, which also tells them which weights to load.
+        state.engines = {}
         await self._engines.reclaim({engine: report for engine, (report, alive) in registered.items() if not alive})
+
+    async def _restore_requests(self, held: Mapping[RolloutKey, str]) -> None:
+        """Open the requests that were admitted before, and further ones while the job has room for them.
+
+        Requests are admitted in the order of their entries, so the last entry that was admitted ends the first ones.
+
+        Args:
+            held: request id and sample → engine that already has the assignment.
+        """
+        limits, published_at = self._state.limits, time.monotonic()
+        cursor = "0"
+        while entries := await self._job_store.incoming.page(Stream.REQUESTS, cursor, max_entries=limits.read_batch):
+            if self._state.num_limited >= self._max_rollouts:
+                entries = entries[: await self._admission.num_admitted(entries)]
+                if not entries:
+                    return
+            await self._admission.admit(entries, held)
+            cursor = entries[-1].entry_id
+            self._reader.skip_requests(cursor)
+            if time.monotonic() - published_at >= limits.status_interval_s:
+                await self._publisher.publish()
+                published_at = time.monotonic()
 
     async def _check(self) -> None:
         """Check Redis, engines, deadlines and clients."""
@@ -168,13 +194,17 @@ class Coordinator:
         await self._engines.update()
         await self._unserved.find()
         await self._placer.find_slow_clients()
+        self._unserved.find_blocked()
 
     async def _ended(self) -> bool:
         """Return whether the job is closed and all is answered; then let the job's keys expire."""
         if not self._state.closing or self._state.requests:
             return False
         # The relay ends with the job, so it must have moved everything to the history.
-        if not await self._job_store.incoming.all_processed():
+        if unprocessed := await self._job_store.incoming.num_unprocessed():
+            if (now := time.monotonic()) >= self._next_end_log:
+                self._next_end_log = now + _END_LOG_INTERVAL_S
+                logger.info("The job is closed. It ends once %d rollouts or rewards are in the history.", unprocessed)
             return False
         await self._job_store.job.set_closed(self._state.coordinator)
         return True

@@ -65,7 +65,7 @@ class MessageReader:
         if (pause := self._next_read - time.monotonic()) > 0:
             await asyncio.sleep(pause)
         cursors, limits = dict(self._cursors), self._state.limits
-        if self._state.num_rollouts >= self._max_rollouts:
+        if self._state.num_limited >= self._max_rollouts:
             del cursors[Stream.REQUESTS]
 
         found = await self._job_store.incoming.read(

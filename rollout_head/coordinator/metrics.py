@@ -143,4 +143,8 @@ def _counters(status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         "canaries": ("Canaries that were compared with their siblings.", status["canaries"]),
         "engines_lost": ("Engines that this coordinator has lost.", status["engines_lost"]),
         "dead_letters": ("Messages that this coordinator has moved to the dead letters.", status["dead_letters"]),
+        "conflicts": (
+            "Rewards and rollouts that were refused because the history has the rollout with other tokens.",
+            status["conflicts"],
+        ),
     }

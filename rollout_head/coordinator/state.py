@@ -118,6 +118,19 @@ class CoordinatorState:
         self.slow_clients: frozenset[str] = frozenset()
         """Clients with too many unread results. None of their rollouts start until they have read some."""
 
+        # Written by UnservedRollouts:
+        self.blocked: Counter[str] = Counter()
+        """Client → number of its waiting samples that cannot start at the moment, whatever engines are free: it has too
+        many unread results, or no engine serves or loads weights that may sample them."""
+        self.num_not_limited = 0
+        """Number of samples of such requests that do not count towards spec.queue.maxRollouts. A client that has died
+        would otherwise keep all others out."""
+
+    @property
+    def num_limited(self) -> int:
+        """Number of samples of all open requests that count towards spec.queue.maxRollouts."""
+        return self.num_rollouts - self.num_not_limited
+
     @property
     def desired_version(self) -> int | None:
         """Weight version that the engines should serve; None if none was published."""
@@ -186,6 +199,8 @@ class CoordinatorState:
             self.close(request_id)
         self.assigned.clear()
         self.unserved.clear()
+        self.blocked.clear()
+        self.num_not_limited = 0
         self.forget_early_cancellations()
         self.engines.clear()
 

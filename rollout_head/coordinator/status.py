@@ -15,6 +15,7 @@ from rollout_head.coordinator.state import CoordinatorState
 from rollout_head.coordinator.timeline import TimelineRecorder
 from rollout_store.history.remaining_length import RemainingWork, estimate_remaining_work
 from rollout_store.job import EngineReport, JobStore
+from rollout_store.job.streams import CONFLICTS
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,10 @@ class StatusBuilder:
             "environment_errors": environment_errors,
             "engines_lost": state.num_lost_engines,
             "dead_letters": state.num_dead_letters,
+            "conflicts": totals.get(CONFLICTS, 0),
             "unread_bytes": state.unread_bytes,
             "slow_clients": sorted(state.slow_clients),
+            "blocked": dict(state.blocked),
         }
         self.last = status
         return status

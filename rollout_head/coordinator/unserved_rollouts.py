@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from rollout_api.protocol.messages import FinishReason, Rollout
@@ -22,8 +23,8 @@ class UnservedRollouts:
     written in batches, between which other work is done.
     """
 
-    def __init__(self, state: CoordinatorState, job_store: JobStore) -> None:
-        self._state, self._job_store = state, job_store
+    def __init__(self, state: CoordinatorState, job_store: JobStore, max_rollouts: int) -> None:
+        self._state, self._job_store, self._max_rollouts = state, job_store, max_rollouts
         self._next_log: dict[int, float] = {}
         """Weight version that rollouts wait for → ``time.monotonic()`` of the next log message about it."""
 
@@ -41,18 +42,33 @@ class UnservedRollouts:
             if request.deadline is not None and request.deadline <= now:
                 self._state.end_waiting(request, FinishReason.DEADLINE)
 
+    def find_blocked(self) -> None:
+        """Find the waiting samples that cannot start at the moment.
+
+        They do not count towards spec.queue.maxRollouts, except those of a client that has more of them than that.
+        """
+        state, unserved = self._state, self._unserved_versions()
+        waiting_of, open_of = Counter[str](), Counter[str]()
+        for waiting in state.queue.requests() if unserved or state.slow_clients else ():
+            if waiting.client in state.slow_clients or waiting.versions in unserved:
+                request = state.requests[waiting.request_id]
+                waiting_of[waiting.client] += len(waiting.samples)
+                open_of[waiting.client] += request.request.sampling.n - len(request.assigned)
+        state.blocked = waiting_of
+        state.num_not_limited = sum(min(number, self._max_rollouts) for number in open_of.values())
+
+    def _unserved_versions(self) -> set[VersionBounds]:
+        """Return the bounds of waiting samples that no engine serves or loads; none if there are no engines."""
+        newest = self._state.newest_version
+        served = {report.upcoming_version for report in self._state.engines.values()}
+        found = {waiting.versions for waiting in self._state.queue.requests()} - {ANY_VERSION} if served else set()
+        return {versions for versions in found if not any(versions.allow(version, newest) for version in served)}
+
     def _fail_unserved_versions(self) -> None:
         """Fail waiting samples if no engine serves, or will serve, a weight version that may sample them."""
         reports = list(self._state.engines.values())
-        newest = self._state.newest_version
-        served = {report.upcoming_version for report in reports}
-        unserved = {
-            waiting.versions
-            for waiting in self._state.queue.requests()
-            if waiting.versions != ANY_VERSION
-            and not any(waiting.versions.allow(version, newest) for version in served)
-        }
-        if not unserved or not reports:
+        unserved = self._unserved_versions()
+        if not unserved:
             return
         for request in list(self._state.requests.values()):
             if (bounds := VersionBounds.of(request.request)) in unserved:

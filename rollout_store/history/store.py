@@ -26,7 +26,7 @@ from rollout_api.protocol.history_encoding import (
     unpack_recent,
 )
 from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
-from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
+from rollout_api.redis_client.server_functions import Call, Function, Redis, run_all
 from rollout_store.history.catalog import ProblemCatalog, ProblemChange, query_problems, raise_unless_key_error
 from rollout_store.history.engine_reports import EngineReports
 from rollout_store.history.metadata import HistoryInfo, HistoryMetadata, list_histories
@@ -254,16 +254,36 @@ class HistoryStore:
 
     def set_rewards(self, problem_id: str, rewards: Mapping[str, float]) -> None:
         """Store rewards of a problem's rollouts, by rollout id; those of unknown rollouts are ignored."""
-        arguments: list[bytes] = []
-        for rollout_id, reward in rewards.items():
-            if not abs(reward) < MAX_REWARD:
-                logger.warning(
-                    "The reward %r of rollout %s is not a finite float32; it is ignored.", reward, rollout_id
-                )
-                continue
-            arguments += [rollout_key(rollout_id), struct.pack("<f", reward)]
-        if arguments:
-            run(self.client, Call(_SET_REWARDS, [self.keys.lengths(problem_id)], arguments))
+        for error in self.set_all_rewards({problem_id: rewards}).values():
+            raise error
+
+    def set_all_rewards(self, rewards: Mapping[str, Mapping[str, float]]) -> dict[str, redis.ResponseError]:
+        """Store rewards of several problems' rollouts, by problem and rollout id, in one round trip.
+
+        Returns:
+            The errors of problems with a key of the wrong type.
+
+        Raises:
+            redis.RedisError: the server fails; the call may be repeated.
+        """
+        calls: dict[str, Call] = {}
+        for problem_id, by_rollout in rewards.items():
+            arguments: list[bytes] = []
+            for rollout_id, reward in by_rollout.items():
+                if not abs(reward) < MAX_REWARD:
+                    logger.warning(
+                        "The reward %r of rollout %s is not a finite float32; it is ignored.", reward, rollout_id
+                    )
+                    continue
+                arguments += [rollout_key(rollout_id), struct.pack("<f", reward)]
+            if arguments:
+                calls[problem_id] = Call(_SET_REWARDS, [self.keys.lengths(problem_id)], arguments)
+        replies = run_all(self.client, list(calls.values())) if calls else []
+        return {
+            problem_id: reply
+            for problem_id, reply in zip(calls, replies, strict=True)
+            if isinstance(reply, redis.ResponseError)
+        }
 
     # Reading
 

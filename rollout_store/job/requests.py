@@ -13,7 +13,7 @@ import msgpack
 
 from rollout_api.protocol.keys import IMAGE_RETENTION_S, MESSAGE_FIELD, REQUEST_FIELD
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
-from rollout_store.job.part import MAX_EVENTS, StorePart
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
 
 REFUSAL_RETENTION_S = 600
 """Seconds to keep a refusal."""
@@ -39,6 +39,8 @@ class LedgerEntry:
     num_draft_tokens: int
     num_accepted_tokens: int
     engine: str
+    digest: bytes = b""
+    """Digest of the tokens that the history has for the rollout; empty in entries of earlier releases."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> LedgerEntry:
@@ -52,6 +54,7 @@ class LedgerEntry:
             rollout.num_draft_tokens,
             rollout.num_accepted_tokens,
             rollout.engine,
+            bytes.fromhex(rollout.digest),
         )
 
     def pack(self) -> bytes:
@@ -105,6 +108,13 @@ class RequestStore(StorePart):
         ledger = self._keys.ledger(request.request_id)
         result = await self._call("admit", keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
         return Admission(int(result))
+
+    async def admitted_entries(self, request_ids: Sequence[str]) -> list[str]:
+        """Return for each request the id of the entry from which it was admitted; empty if it was not."""
+        pipeline = self._client.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.hget(self._keys.ledger(request_id), "entry")
+        return [as_text(entry or b"") for entry in await pipeline.execute()] if request_ids else []
 
     async def read(self, entry_id: str) -> RolloutRequest | None:
         """Return the request of an entry as the client sent it; None once the request is answered."""

@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.protocol.messages import RolloutId
+from rollout_api.protocol.messages import CodecError, RolloutId
 from rollout_api.redis_client.retry import RetryPolicy
 from rollout_store.job.part import StorePart, as_text
 from rollout_store.job.requests import LedgerEntry
@@ -45,8 +45,16 @@ class RolloutEvent:
         )
 
 
+CONFLICTS = "conflicts"
+"""Field of the job's totals with the number of rollouts and rewards that did not belong to the history's tokens."""
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
+_MAX_DEAD_LETTER_BYTES = 16 * 1024
+"""Number of first bytes of a message that its dead letter keeps, so that all dead letters together take at most some
+16 MiB. They show what the message is and where it came from.
+"""
+_MAX_REASON_CHARS = 1000
+"""Largest length of a dead letter's reason, which may quote the message."""
 
 
 class Stream(StrEnum):
@@ -88,9 +96,10 @@ class IncomingStreams(StorePart):
         streams = {name: stream for stream, name in self._names.items()}
         return {streams[as_text(name)]: [_entry(*found) for found in entries] for name, entries in replies}
 
-    async def entries(self, stream: Stream) -> list[Entry]:
-        """Return all current entries of a stream."""
-        return await read_entries(self._client, self._names[stream])
+    async def page(self, stream: Stream, after: str, *, max_entries: int) -> list[Entry]:
+        """Return the oldest current entries of a stream that follow the entry with id *after*."""
+        page: Any = await self._client.xrange(self._names[stream], min=f"({after}", count=max_entries)
+        return [_entry(*entry) for entry in page]
 
     async def last_id(self, stream: Stream) -> str:
         """Return the id of a stream's newest entry, after which all later entries follow."""
@@ -110,12 +119,12 @@ class IncomingStreams(StorePart):
             pipeline.xdel(name, entry.entry_id)
             await pipeline.execute()
 
-    async def all_processed(self) -> bool:
-        """Return whether no request is open and the relay has moved all rollouts and rewards to the history."""
-        for stream in (self._keys.requests, self._keys.outbox, self._keys.rewards):
-            if await self._client.xlen(stream):
-                return False
-        return True
+    async def num_unprocessed(self) -> int:
+        """Return the number of open requests, and of rollouts and rewards that the relay has yet to move."""
+        # In this order: a rollout enters the outbox before its request ends.
+        return sum(
+            [await self._client.xlen(name) for name in (self._keys.requests, self._keys.outbox, self._keys.rewards)]
+        )
 
 
 async def read_entries(client: redis.asyncio.Redis, name: str) -> list[Entry]:
@@ -140,7 +149,7 @@ def _entry(entry_id: bytes | str, fields: dict[bytes, bytes]) -> Entry:
 
 
 def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes, reason: str) -> None:
-    """Keep a message and the reason why it could not be processed.
+    """Keep the beginning of a message, its size, and the reason why it could not be processed.
 
     Args:
         client: a synchronous Redis client, or a pipeline.
@@ -149,7 +158,12 @@ def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes,
         data: the message.
         reason: why it could not be processed.
     """
-    fields = {MESSAGE_FIELD: data, "reason": reason, "stream": stream}
+    fields = {
+        MESSAGE_FIELD: data[:_MAX_DEAD_LETTER_BYTES],
+        "bytes": len(data),
+        "reason": reason[:_MAX_REASON_CHARS],
+        "stream": stream,
+    }
     client.xadd(dead_letters, fields, maxlen=_MAX_DEAD_LETTERS, approximate=True)
 
 
@@ -186,21 +200,38 @@ class Outbox:
         if entries:
             self._client.xdel(self._names[stream], *(entry.entry_id for entry in entries))
 
-    def add_dead_letter(self, stream: HistoryStream, entry: Entry, reason: str) -> None:
-        """Add a copy of an entry to the dead letters."""
-        name = self._names[stream]
-        add_dead_letter(self._client, self._keys.dead_letters, stream=name, data=entry.data, reason=reason)
+    def add_dead_letter(self, stream: HistoryStream, data: bytes, reason: str) -> None:
+        """Add a message of a stream to the dead letters."""
+        add_dead_letter(self._client, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
 
     def clock(self) -> float:
         """Return the Unix time by the clock of Redis, which also sets the times of entries."""
         seconds, microseconds = self._client.time()
         return float(seconds) + float(microseconds) / 1e6
 
-    def problem_of(self, rollout_id: RolloutId) -> str | None:
-        """Return the problem of a finished rollout; None if the job does not know the rollout.
+    def ledger_entries(self, rollout_ids: Sequence[RolloutId]) -> list[LedgerEntry | CodecError | None]:
+        """Return the ledger entry of each rollout, in one round trip.
 
-        Raises:
-            CodecError: if the ledger entry cannot be decoded.
+        An entry that cannot be decoded is represented by the error, and that of a rollout that the job does not know by
+        None.
         """
-        entry: Any = self._client.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
-        return None if entry is None else LedgerEntry.unpack(entry).problem_id
+        if not rollout_ids:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for rollout_id in rollout_ids:
+            pipeline.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+        entries: list[LedgerEntry | CodecError | None] = []
+        for stored in pipeline.execute():
+            try:
+                entries.append(None if stored is None else LedgerEntry.unpack(stored))
+            except CodecError as error:
+                entries.append(error)
+        return entries
+
+    def replace_ledger_entry(self, rollout_id: RolloutId, entry: LedgerEntry) -> None:
+        """Replace the ledger entry of a rollout that the job knows."""
+        self._client.hset(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample), entry.pack())
+
+    def count_conflicts(self, number: int) -> None:
+        """Add to the number of rollouts and rewards that belong to other tokens than those in the history."""
+        self._client.hincrby(self._keys.totals, CONFLICTS, number)

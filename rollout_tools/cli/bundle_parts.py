@@ -305,7 +305,7 @@ def _read_dead_letters(job: FoundJob, *, with_messages: bool) -> list[dict[str, 
             "time": arrival_time(entry_id.decode()),
             "stream": fields.get(b"stream", b"").decode(errors="replace"),
             "reason": fields.get(b"reason", b"").decode(errors="replace")[:_MAX_REASON],
-            "bytes": len(message),
+            "bytes": int(fields.get(b"bytes", len(message))),  # of the whole message, whose beginning is kept
         }
         letters.append(letter | ({"message": base64.b64encode(message).decode()} if with_messages else {}))
     return letters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "e8878f2f3a595b6ab074f15154615ad010bc258a793f35496ae54cce76aa2429",
+    "rolloutjobs.das.rollout.dev": "b4565aed097b05cabb52d75cb349022da814be0eb7d0b764b021657970364a6c",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

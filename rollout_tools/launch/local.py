@@ -279,7 +279,10 @@ async def _serve(
             status = await run_in_daemon_thread(partial(retry, store.status))  # Ctrl-C does not have to wait for Redis
         except ValueError:  # a defect; the next status may be readable
             continue
-        if status is not None and status["done"] != done:
+        if status is not None and status["state"] == "closing" and not status["requests"]:
+            waiting = await run_in_daemon_thread(partial(retry, store.num_unrelayed))
+            notify(f"The job is closed. It ends once {waiting:,} rollouts or rewards are in the history.")
+        elif status is not None and status["done"] != done:
             done = status["done"]
             notify(
                 f"weight version {status['weight_version']}: {done:,} rollouts, {status['assigned']:,} running, "

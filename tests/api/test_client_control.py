@@ -106,6 +106,17 @@ def record_in_ledger(job: FakeJob, rollout_id: str) -> None:
     job.redis.hset(job.keys.ledger(parsed.request_id), str(parsed.sample), b"")
 
 
+def test_rewards_name_the_tokens_that_were_received(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(), client.step(1, [[1, 2]]) as step:
+        received = list(step)
+    assert received
+    client.report_rewards({rollout.rollout_id: 1.0 for rollout in received})
+    [(_, fields)] = job.redis.xrange(job.keys.rewards)
+    message = decode(fields[b"d"])
+    assert isinstance(message, Rewards)
+    assert {rollout.rollout_id: rollout.digest for rollout in received} == message.digests
+
+
 def test_rewards_are_validated_and_sent(client: RolloutClient, job: FakeJob) -> None:
     rewards = {f"{job.uid}/trainer:0:{i}/0/0": i / 2 for i in range(1500)}
     for rollout_id in rewards:

@@ -177,10 +177,9 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(redis_url: st
         assert 1 == queue.num_equal
         reported = [fields[b"d"] for _, fields in harness.job.redis.xrange(harness.job.keys.rewards)]
         assert 3 == len(reported)
-        first = groups[0].rollouts[1].rollout_id
-        assert any(
-            encode(Rewards(rewards={groups[0].rollouts[0].rollout_id: 0.0, first: 1.0})) == one for one in reported
-        )
+        values = dict(zip((rollout.rollout_id for rollout in groups[0].rollouts), [0.0, 1.0], strict=True))
+        digests = {rollout.rollout_id: rollout.digest for rollout in groups[0].rollouts}
+        assert encode(Rewards(rewards=values, digests=digests)) in reported
 
 
 async def test_groups_that_failed_are_replaced_until_too_many_fail(redis_url: str, job: FakeJob) -> None:

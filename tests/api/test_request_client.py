@@ -21,7 +21,9 @@ from rollout_api import (
     RolloutRequest,
     encode,
 )
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client import result_reader
+from rollout_api.errors import JobFullError
 from rollout_api.redis_client.pipelined import PipelinedRedis
 from tests.support.client_tests import run
 from tests.support.fake_job import FakeJob
@@ -71,6 +73,29 @@ async def test_answered_requests_leave_room_before_the_next_status(redis_url: st
             for number in range(20):
                 prepared = client.prepare(PROMPT, request_id=f"r{number}")
                 await client.receive(prepared, may_be_answered=False, may_wait=False)
+
+
+@pytest.mark.parametrize("blocked_client", ["requests", "trainer"])
+async def test_rollouts_that_cannot_start_leave_room_for_others(redis_url: str, blocked_client: str) -> None:
+    """They wait for weights that nobody publishes, or belong to a client that reads no results."""
+    job = FakeJob(redis_url, max_rollouts=4)
+    async with connected(redis_url, job) as client:
+        blocked = [client.prepare(PROMPT, request_id=f"blocked{number}") for number in range(2)]
+        waiting = []
+        if blocked_client == "requests":
+            waiting = [asyncio.ensure_future(client.receive(one, may_be_answered=False, may_wait=False)) for one in blocked]
+            await wait_for_async(lambda: len(job.requests()) == 2)
+        job.publish_status(waiting=4, blocked={})
+        await wait_for_async(lambda: client.status.get("waiting") == 4)
+        refused = client.prepare(PROMPT, request_id="refused")
+        with pytest.raises(JobFullError):
+            await client.receive(refused, may_be_answered=False, may_wait=False)
+        job.publish_status(waiting=4, blocked={blocked_client: 4})
+        await wait_for_async(lambda: client.status.get("blocked"))
+        prepared = client.prepare(PROMPT, request_id="later")
+        received = asyncio.ensure_future(client.receive(prepared, may_be_answered=False, may_wait=False))
+        await wait_for_async(lambda: len(job.requests()) == len(waiting) + 1)
+        await cancel_and_wait(received, *waiting)
 
 
 async def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: FakeJob) -> None:

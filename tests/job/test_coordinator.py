@@ -40,6 +40,7 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.connection import connect
 from rollout_head.coordinator import Coordinator
+from rollout_head.coordinator.admission import RequestAdmission
 from rollout_head.coordinator.canaries import CanaryTest
 from rollout_head.coordinator.state import CoordinatorLimits, CoordinatorState
 from rollout_head.coordinator.status import StatusBuilder
@@ -376,6 +377,99 @@ def test_samples_that_are_requested_separately_are_scheduled_as_a_group(run: Run
                 await wait_for_async(lambda: len(job.rollouts()) == 1)
                 assigned = [assignment.request_id for assignment in await job.assignments(a, 3)]
                 assert ["one-0", "one-1", "two-1"] == assigned
+
+    run(scenario)
+
+
+def test_a_new_coordinator_opens_no_more_requests_than_the_last_one(run: Run) -> None:
+    """It would otherwise read a queue of any length before it does anything else."""
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        limited = manifest(queue={"maxRollouts": 20})
+        limits = replace(FAST, read_batch=10)
+        asked = {f"r{number}": request(f"r{number}") for number in range(200)}
+        job.send(JOB.requests, *asked.values())
+        async with job.engine("a", max_running=30) as engine:
+            async with job.coordinator(limited, limits) as first:
+                started = await job.inbox(engine, 20)
+                assert 20 == first.num_open_rollouts
+            await job.finish(asked[started[0].request_id], started[0], 5)
+            async with job.coordinator(limited, limits) as second:
+                await wait_for_async(lambda: second.num_open_rollouts)
+                most = 0
+
+                async def finish_waiting() -> bool:
+                    nonlocal most
+                    most = max(most, second.num_open_rollouts)
+                    for order in await job.job_store.assignments.inbox(engine):
+                        await job.finish(asked[order.request_id], order, 5)
+                    return not job.redis.xlen(JOB.requests)
+
+                await wait_for_async(finish_waiting, 30)
+                await wait_for_async(lambda: not second.num_open_rollouts)
+        assert most <= 20 + limits.read_batch
+        assert sorted(str(one.rollout_id(0)) for one in asked.values()) == sorted(
+            rollout.rollout_id for rollout in job.rollouts()
+        )
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("reason", ["weights that nobody publishes", "results that nobody reads"])
+def test_a_client_whose_rollouts_cannot_start_does_not_keep_others_out(run: Run, reason: str) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        limited = manifest(queue={"maxRollouts": 8, "maxUnreadResults": "1Ki"})
+        pinned = {}
+        if reason == "weights that nobody publishes":
+            pinned = {"min_weight_version": 5}
+        else:
+            job.redis.hset(JOB.results_written, "dead", 2**20)
+        async with job.coordinator(limited) as coordinator:
+            job.send(JOB.requests, *(request(f"dead{i}", n=2, reply_to="dead", **pinned) for i in range(4)))
+            await wait_for_async(lambda: 8 == coordinator.num_open_rollouts)
+            await wait_for_async(
+                lambda: (
+                    not job.redis.hlen(JOB.results_written)
+                    or json.loads(job.redis.get(JOB.status) or b"{}").get("slow_clients")
+                )
+            )
+            async with job.engine("a", max_running=30) as engine:
+                job.send(JOB.requests, request("r", n=2, reply_to="alive"))
+                orders = await job.inbox(engine, 2)
+                assert {"r"} == {order.request_id for order in orders}
+                await wait_for_async(lambda: {"dead": 8} == json.loads(job.redis.get(JOB.status))["blocked"])
+                # The limit holds for the client itself.
+                job.send(JOB.requests, *(request(f"late{i}", n=2, reply_to="dead", **pinned) for i in range(6)))
+                job.send(JOB.requests, *(request(f"more{i}", reply_to="dead", **pinned) for i in range(8)))
+                await wait_for_async(lambda: {"dead": 28} == json.loads(job.redis.get(JOB.status))["blocked"])
+                job.send(JOB.requests, request("never", reply_to="dead", **pinned))
+                await asyncio.sleep(0.5)
+                assert 30 == coordinator.num_open_rollouts
+
+    run(scenario)
+
+
+def test_a_coordinator_publishes_its_status_while_it_takes_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        job.send(JOB.requests, *(request(f"r{number}") for number in range(40)))
+        admit = RequestAdmission.admit
+        num_pages = 0
+
+        async def admit_slowly(self: RequestAdmission, *args: Any) -> None:
+            nonlocal num_pages
+            await admit(self, *args)
+            num_pages += 1
+            if num_pages == 3:
+                await asyncio.Event().wait()
+            await asyncio.sleep(FAST.status_interval_s)
+
+        monkeypatch.setattr(RequestAdmission, "admit", admit_slowly)
+        async with job.engine("a"):
+            await wait_for_async(lambda: job.redis.exists(JOB.lease("a")))
+            async with job.coordinator(limits=replace(FAST, read_batch=10)):
+                status = json.loads(await wait_for_async(lambda: job.redis.get(JOB.status)))
+        assert 10 <= status["waiting"] <= 20
+        assert ["a"] == [engine["id"] for engine in status["engines"]]
 
     run(scenario)
 

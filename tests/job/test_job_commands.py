@@ -239,6 +239,7 @@ def test_a_healthy_job_has_no_problems() -> None:
             "t has not read 9.0 MiB of results",
             "read its results",
         ),
+        ({"conflicts": 2}, "2 rewards or rollouts were not recorded", "appendfsync always"),
         ({"dead_letters": 3}, "3 messages", "rollout:{uid}:dead-letters"),
         (
             {"environment_errors": {"timeout": {"count": 4, "problem": "p7", "message": "took 60 s"}}},

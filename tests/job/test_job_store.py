@@ -430,7 +430,7 @@ def answer_requests(url: str, stop_before: int) -> None:
             coordinator = await assignments.take_over()
             engine = f"e{coordinator}"
             await job_store.engines.heartbeat(engine, REPORT, register=True)
-            for entry in await job_store.incoming.entries(Stream.REQUESTS):
+            for entry in await job_store.incoming.page(Stream.REQUESTS, "0", max_entries=100):
                 asked = decode(entry.data)
                 assert isinstance(asked, RolloutRequest)
                 if await job_store.requests.admit(entry.entry_id, asked) not in (Admission.NEW, Admission.KNOWN):

@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgpack
 import pytest
@@ -13,15 +14,26 @@ import redis
 
 from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
+from rollout_api.protocol.messages import (
+    Message,
+    Purpose,
+    Rewards,
+    Rollout,
+    RolloutRequest,
+    WeightSpan,
+    decode,
+    encode,
+)
 from rollout_api.redis_client.connection import connect
 from rollout_head.relay import Relay
 from rollout_store.history.records import START, HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import JobStore
+from rollout_store.job.streams import CONFLICTS, add_dead_letter
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts
+from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import wait_for
 
 READS = ("xread", "xrange")
@@ -49,6 +61,18 @@ class RelayHarness:
             await job_store.close()
 
         asyncio.run(finish_all())
+
+    def finish_as(self, asked: RolloutRequest, finished: Rollout) -> None:
+        """Finish a request of one sample with a rollout."""
+
+        async def finish_one() -> None:
+            job_store = JobStore.connect(self.url, JOB)
+            entry_id: Any = self.redis.xadd(JOB.requests, {MESSAGE_FIELD: encode(asked)})
+            await job_store.requests.admit(entry_id.decode(), asked)
+            assert await job_store.rollouts.finish(asked, finished)
+            await job_store.close()
+
+        asyncio.run(finish_one())
 
     def send(self, stream: str, message: Message) -> None:
         self.redis.xadd(stream, {MESSAGE_FIELD: encode(message)})
@@ -113,6 +137,18 @@ def test_an_entry_that_cannot_be_decoded_becomes_a_dead_letter(harness: RelayHar
     assert letter[b"reason"]
 
 
+def test_dead_letters_keep_the_beginning_and_the_size_of_a_message(harness: RelayHarness) -> None:
+    data = b"\x01" * 2**20
+    for _ in range(1010):
+        add_dead_letter(harness.redis, JOB.dead_letters, stream=JOB.outbox, data=data, reason="r" * 2**20)
+    letters: Any = harness.redis.xrange(JOB.dead_letters, count=1)
+    [(_, letter)] = letters
+    assert data.startswith(letter[b"d"])
+    assert letter[b"d"]
+    assert str(len(data)).encode() == letter[b"bytes"]
+    assert harness.redis.memory_usage(JOB.dead_letters, samples=0) < 40_000_000
+
+
 def test_a_reward_with_an_invalid_ledger_entry_becomes_a_dead_letter(harness: RelayHarness) -> None:
     harness.redis.hset(JOB.ledger("r"), "0", msgpack.packb(("p", 5)))
     harness.send(JOB.rewards, Rewards(rewards={"uid/r/0/0": 1.0}))
@@ -150,3 +186,79 @@ def test_an_idle_relay_waits_in_redis_and_moves_a_rollout_soon(harness: RelayHar
         wait_for(lambda: ["uid/r/0/0", "uid/r/1/0"] == harness.stored(), 1)
     finally:
         harness.relay.stop()
+
+
+def conflicts(harness: RelayHarness) -> int:
+    return int(harness.redis.hget(JOB.totals, CONFLICTS) or 0)
+
+
+def dead_letters(harness: RelayHarness) -> list[tuple[Message, str]]:
+    found: Any = harness.redis.xrange(JOB.dead_letters)
+    return [(decode(fields[b"d"]), fields[b"reason"].decode()) for _, fields in found]
+
+
+def reward(of: Rollout, value: float) -> Rewards:
+    return Rewards(rewards={of.rollout_id: value}, digests={of.rollout_id: of.digest})
+
+
+def test_a_reward_for_other_tokens_than_those_in_the_history_is_kept_apart(harness: RelayHarness) -> None:
+    """Redis has lost a rollout that the trainer had received, and it was sampled again."""
+    asked = request()
+    harness.finish(asked)
+    received = rollout(asked, 0, length=7)
+    both = {"uid/r/0/0": 0.25, "uid/r/1/0": 0.5}
+    digests = {"uid/r/0/0": received.digest, "uid/r/1/0": rollout(asked, 1).digest}
+    harness.send(JOB.rewards, Rewards(rewards=both, digests=digests))
+    harness.relay.drain()
+    assert {rollout_key("uid/r/1/0"): 0.5} == harness.history.statistics.rewards("p")
+    [(letter, reason)] = dead_letters(harness)
+    assert reward(received, 0.25) == letter
+    assert "uid/r/0/0" in reason
+    assert 1 == conflicts(harness)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_rollout_with_other_tokens_than_those_in_the_history_is_kept_apart(
+    harness: RelayHarness, version: int
+) -> None:
+    """The history, which is on another server, still has a rollout that the job has lost and sampled again."""
+    asked = request(n=1)
+    first = rollout(asked, 0, length=7)
+    spans = [WeightSpan(start=0, weight_version=version)]
+    again = rollout(asked, 0, length=3).model_copy(update={"weight_spans": spans})
+    harness.finish_as(asked, first)
+    harness.relay.drain()
+    harness.redis.delete(JOB.ledger("r"))
+    harness.finish_as(asked, again)
+    harness.send(JOB.rewards, reward(again, 0.5))
+    harness.relay.drain()
+    assert [first.token_ids] == [record.tokens.tolist() for record in harness.records()]
+    assert {} == harness.history.statistics.rewards("p")
+    assert [again.rollout_id, again.rollout_id] == [
+        letter.rollout_id if isinstance(letter, Rollout) else next(iter(letter.rewards))
+        for letter, _ in dead_letters(harness)
+        if isinstance(letter, Rollout | Rewards)
+    ]
+    assert 2 == conflicts(harness)
+    harness.send(JOB.rewards, reward(first, 0.75))
+    harness.relay.drain()
+    assert {rollout_key(first.rollout_id): 0.75} == harness.history.statistics.rewards("p")
+
+
+def test_round_trips_do_not_grow_with_the_number_of_rewards(harness: RelayHarness, redis_url: str) -> None:
+    """A network latency of 20 ms would otherwise limit the relay to some tens of rewards per second."""
+    asked = [request(str(number), problem_id=f"p{number}") for number in range(250)]
+    harness.finish(*asked)
+    for one in asked:
+        harness.send(JOB.rewards, Rewards(rewards={f"uid/{one.request_id}/{sample}/0": 1.0 for sample in range(2)}))
+    address = urlsplit(redis_url)
+    assert address.port is not None
+    proxy = Proxy(address.port)
+    proxy.delay(0.01)
+    client = connect(redis_url.replace(f":{address.port}", f":{proxy.port}"))
+    started = time.monotonic()
+    Relay(client, JOB, HistoryStore(client, HISTORY, window=4)).drain()
+    elapsed = time.monotonic() - started
+    proxy.close()
+    assert {rollout_key("uid/249/1/0"), rollout_key("uid/249/0/0")} == harness.history.statistics.rewards("p249").keys()
+    assert elapsed < 4, f"500 rollouts and 500 rewards took {elapsed:.1f} s"

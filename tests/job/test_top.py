@@ -87,8 +87,10 @@ def live_job(
         "environment_errors": {},
         "engines_lost": 0,
         "dead_letters": 0,
+        "conflicts": 0,
         "unread_bytes": {"trainer": 0},
         "slow_clients": [],
+        "blocked": {},
     }
     job = LiveJob(CoordinatorStatus(**status | fields))  # type: ignore[typeddict-item]
     job.running = predicted(progress or {}, LENGTHS, engines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED, encode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, RoutedExperts, WeightSpan, spans_since
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.sampling_params import StopStrings
 from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
 
+logger = logging.getLogger(__name__)
 _MIN_LOGPROB = -9999.0
 """The value for the log-probability −∞ of a prompt token, as in vLLM's servers."""
 _SOURCE_CODES = range(SAMPLED + 1, SAMPLED + 1 + len(DRAFT_SOURCES))
@@ -57,6 +60,8 @@ class DraftCountReader:
         self._client = client
         self._ended: list[str] = []
         self._reading: asyncio.Task[dict[str, ResponseDraftCounts]] | None = None
+        self._has_failed = False
+        """Whether counts could not be read once, which is logged."""
 
     async def take(self, call_id: str) -> ResponseDraftCounts:
         """Return the counts of a response that has ended; the drafter forgets it."""
@@ -76,7 +81,16 @@ class DraftCountReader:
         await asyncio.sleep(0)  # so that the other responses that end in this step are included
         ended, self._ended, self._reading = self._ended, [], None
         counts: dict[str, ResponseDraftCounts] = {}
-        for rank in await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts"):
+        try:
+            ranks = await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts")
+        except EngineError as error:
+            if self._client.stopped:
+                raise
+            if not self._has_failed:  # a fault of the drafter must not cost responses
+                logger.warning("Responses have no counts of their drafts: %s", error)
+            self._has_failed = True
+            return counts
+        for rank in ranks:
             counts |= {call_id: ResponseDraftCounts(*fields) for call_id, fields in rank.items()}
         return counts
 

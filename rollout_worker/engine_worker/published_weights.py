@@ -149,16 +149,23 @@ class PublishedWeights:
         while True:
             await self._init_requested.wait()
             self._init_requested.clear()
-            group, report = await self._job_store.job.transfer_group(), self._lease.report
-            if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
-                continue
-            error = await self._join(group)
-            if error:
-                logger.warning("The engine has not joined the trainer's group: %s", error)
-            else:
-                logger.info("The engine has joined the trainer's group.")
-            report.transfer_group, report.transfer_error = group.group, error
-            await self._lease.renew()
+            try:
+                await self._join_requested()
+            except CodecError as error:
+                logger.error("The job's record of the trainer's group cannot be read: %s", error)
+
+    async def _join_requested(self) -> None:
+        """Join the group in the job's record, unless that was tried before, and report the outcome."""
+        group, report = await self._job_store.job.transfer_group(), self._lease.report
+        if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
+            return
+        error = await self._join(group)
+        if error:
+            logger.warning("The engine has not joined the trainer's group: %s", error)
+        else:
+            logger.info("The engine has joined the trainer's group.")
+        report.transfer_group, report.transfer_error = group.group, error
+        await self._lease.renew()
 
     async def _join(self, group: InitWeightTransfer) -> str:
         """Join a group; return '' or why it was not joined."""
@@ -202,7 +209,10 @@ class PublishedWeights:
             EngineError: if the engine has stopped while it loaded weights.
         """
         async with self._loading:
-            await self._load_published()
+            try:
+                await self._load_published()
+            except CodecError as error:
+                logger.error("The job's record of published weights cannot be read: %s", error)
 
     async def _load_published(self) -> None:
         report = self._lease.report

@@ -15,6 +15,7 @@ import pytest
 
 from rollout_api import AsyncRolloutClient, FinishReason, Rollout, RolloutRequest, WeightsError
 from rollout_api.protocol.messages import WeightSpan
+from rollout_store.job import Order
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import EngineCounters
@@ -197,6 +198,23 @@ def test_any_error_of_a_weight_version_refuses_this_version(redis_url: str, mode
         assert all(rollout.finish_reason.complete for rollout in await gather(client, 1, prompts(3)))
 
     run(redis_url, engine, scenario, model)
+
+
+def test_records_of_the_job_that_cannot_be_read_change_nothing(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
+        worker = job.workers["engine"]
+        job.redis.hset(job.keys.weights, mapping={"full": b"?", "group": b"?"})
+        job.redis.hset(job.keys.job, "pause", "unknown")
+        for order in (Order.update_weights(), Order.init_transfer(), Order.update_pause()):
+            job.redis.xadd(job.keys.inbox(worker.engine_id), dict(zip(*[iter(order.encode())] * 2, strict=True)))
+        records = ("published weights", "the trainer's group", "its pause")
+        await job.until(lambda: all(f"record of {record}" in caplog.text for record in records))
+        assert all(rollout.finish_reason.complete for rollout in await gather(client, 1, prompts(3)))
+        job.check()
+
+    run(redis_url, StubEngine(result), scenario)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])

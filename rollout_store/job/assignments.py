@@ -215,10 +215,23 @@ class AssignmentStore(StorePart):
         """Delete an order that was executed, or needs no work, from an engine's inbox."""
         await self._client.xdel(self._keys.inbox(engine), order_id)
 
-    async def return_assignment(self, engine: str, order_id: str, assignment: Assignment, reason: str) -> None:
-        """Return an assignment that an engine cannot execute; the coordinator assigns the rollout elsewhere."""
+    async def return_assignment(
+        self, engine: str, order_id: str, assignment: Assignment, reason: str, *, failed: bool = False
+    ) -> None:
+        """Return an assignment that an engine cannot execute.
+
+        The coordinator assigns the rollout elsewhere, or ends it for this *reason* if it has *failed*.
+        """
         await self._call(
             "return_assignment",
             keys=[self._keys.inbox(engine), self._keys.events],
-            args=[order_id, assignment.request_id, assignment.sample, engine, reason, MAX_EVENTS],
+            args=[
+                order_id,
+                assignment.request_id,
+                assignment.sample,
+                engine,
+                reason,
+                MAX_EVENTS,
+                "1" if failed else "",
+            ],
         )

@@ -22,6 +22,7 @@ from rollout_api.manifest.rollout_job import RolloutJobSpec
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_server.access import error_response
 from rollout_server.body_check import BodyCheckMiddleware
+from rollout_server.http_protocol import LimitedProtocol, max_connections
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
@@ -264,6 +265,7 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
         port=port,
         log_level="info",
         access_log=False,
+        http=LimitedProtocol.with_limit(max_connections()),
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
         **settings,

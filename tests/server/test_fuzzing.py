@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollout_server import trainer_api
 from tests.support.served_job import MODEL_NAME, ServedJob, serving
 
-NUM_BODIES = 45
+NUM_BODIES = 80
 """Number of bodies for each route."""
 MAX_GROWTH_MIB = 256
 """How much memory the process of the server and the test may gain while all bodies are processed."""
@@ -37,10 +37,14 @@ VALID: Mapping[str, str] = {
     "token_ids": "[1, 2]",
     "tokens": "[1, 2]",
     "max_tokens": "4",
-    "sampling_params": '{"max_tokens": 4}',
+    "sampling_params": "{}",
+    "query": '"one"',
+    "items": '["two"]',
     "tools": '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]',
 }
 """Field → a value that most routes accept."""
+VALID_ON = {"/v1/chat/completions/batch": {"messages": '[[{"role": "user", "content": "one"}]]'}}
+"""Route → fields with other types than on other routes."""
 OTHERS = {
     "structured_outputs": '{"regex": "a+"}',
     "guided_regex": '"a+"',
@@ -71,7 +75,7 @@ class Schemas:
 
     def body(self, path: str) -> st.SearchStrategy[str]:
         """Return bodies for a route: most are valid but for one to three fields."""
-        return st.one_of(*[_body(self, self._resolved(one)) for one in self._alternatives(self.routes[path])])
+        return st.one_of(*[_body(self, path, self._resolved(one)) for one in self._alternatives(self.routes[path])])
 
     def _resolved(self, schema: Any) -> Any:
         while "$ref" in schema:
@@ -118,11 +122,12 @@ class Schemas:
 
 
 @st.composite
-def _body(draw: st.DrawFn, schemas: Schemas, schema: Any) -> str:
+def _body(draw: st.DrawFn, schemas: Schemas, path: str, schema: Any) -> str:
     if not draw(st.integers(0, 15)):
         return draw(_odd())
     properties = schema.get("properties", {})
-    fields = {name: VALID[name] for name in schema.get("required", properties) if name in VALID}
+    fields = {name: VALID[name] for name in schema.get("required", list(properties)[1:]) if name in VALID}
+    fields |= VALID_ON.get(path, {})
     fields |= {"model": VALID["model"]} if "model" in properties else {}
     for name in draw(st.lists(st.sampled_from([*properties, *OTHERS]), min_size=0, max_size=3, unique=True)):
         values = [_odd(), schemas.value(properties[name], 3)] if name in properties else [_odd()]
@@ -184,17 +189,21 @@ class Answers:
             if status < 300 and '"code":500' in text.replace(" ", ""):  # in a response that is streamed
                 status = 500
         self.counts.setdefault(path, Counter())[f"{status // 100}xx"] += 1
-        if status >= 500 or (status >= 400 and not _is_openai_error(text)):
+        # 501 says that a job cannot do what is asked for.
+        if (status >= 500 and status != 501) or (status >= 400 and not _is_error(text)):
             key = path, f"{status} {text[:200]}"
             self.wrong[key] = min(self.wrong.get(key, body), body, key=len)
 
 
-def _is_openai_error(text: str) -> bool:
+def _is_error(text: str) -> bool:
+    """Return whether a text is an error in the shape of OpenAI, or in Anthropic's."""
     try:
-        error = json.loads(text)["error"]
+        reply = json.loads(text)
+        error = reply["error"]
     except (ValueError, LookupError, TypeError):
         return False
-    return isinstance(error, dict) and bool(error["message"]) and error.keys() >= {"type", "param", "code"}
+    is_complete = error.keys() >= {"type", "param", "code"} or reply.get("type") == "error"
+    return bool(error["message"]) and is_complete
 
 
 @pytest.mark.slow

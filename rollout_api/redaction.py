@@ -30,9 +30,10 @@ _SECRET_SHAPES = re.compile(
     """,
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
-_ACCESS_RULES = re.compile(r"\b(?:user|SETUSER)[ \t]+\S+[ \t]+[^\n]*>[^\n]*", re.IGNORECASE)
-"""A user of Redis with the rules of its ACL."""
-_PASSWORD_RULE = re.compile(r"(?<![^\s\"'])>[^\s\"']+")
+_PASSWORD_RULE = re.compile(
+    r"""(?P<rules>\b(?:user|SETUSER)[ \t]+\S{1,256}[ \t]+(?:on|off|reset)[ \t][^\n>]{0,256}(?<![^\s"']))>[^\s"']+"""
+)
+"""A user of Redis with the rules of its ACL up to the first password."""
 _NAME = re.compile(
     r"""
     (?<![\w.-]) (?P<option>--)? (?P<name>[A-Za-z_][\w.-]*)
@@ -107,7 +108,7 @@ class Redactor:
             text = self._known.sub(HIDDEN, text)
         text = _URL.sub(lambda url: without_password(url[0]), text)
         text = _SECRET_SHAPES.sub(lambda found: (found["scheme"] or found["directive"] or "") + HIDDEN, text)
-        text = _ACCESS_RULES.sub(lambda rules: _PASSWORD_RULE.sub(f">{HIDDEN}", rules[0]), text)
+        text = _PASSWORD_RULE.sub(lambda found: f"{found['rules']}>{HIDDEN}", text)
         return _without_values(text)
 
     def value(self, value: Any) -> Any:

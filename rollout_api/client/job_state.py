@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 """Time between two checks of the job's state."""
 _COORDINATOR_GRACE_S = 5.0
-"""Time without a coordinator after which it is logged that the client waits for one, and without any record of the job
-in Redis after which its requests fail.
-"""
+"""Time without a coordinator after which it is logged that the client waits for one."""
+_GONE_GRACE_S = 5.0
+"""Time without any record of the job in Redis after which its requests fail."""
 _POLL_INTERVAL_S = 0.05
 _MAX_LISTED_ENGINES = 5
 
@@ -83,7 +83,7 @@ class JobMonitor:
         now = time.monotonic()
         self._gone_since = None if state is not None else self._gone_since or now
         if self._gone_since is not None:
-            if now - self._gone_since < _COORDINATOR_GRACE_S:
+            if now - self._gone_since < _GONE_GRACE_S:
                 return None  # Redis may have lost its data in a restart, and the coordinator writes it again
             return JobEndedError(f"job {name} is gone from Redis, and its requests with it")
         return ended_error(name, state, reason)

@@ -28,6 +28,8 @@ def _connection_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "closed" not in str(error):
+            raise
         raise redis.ConnectionError(f"the connection was closed ({error})") from error
 
 

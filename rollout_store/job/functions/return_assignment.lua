@@ -1,7 +1,8 @@
 #!lua
 -- Return an assignment that an engine cannot execute, once.
 -- KEYS: inbox of the engine, events (one hash slot).
--- ARGV: id of the order, request id, sample, engine, reason, maximum number of events, '1' if the rollout has failed or ''.
+-- ARGV: id of the order, request id, sample, engine, reason, maximum number of events, '1' if the
+--   rollout has failed or ''.
 -- Returns 1; 0 if the engine no longer has the assignment.
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then
   return 0

@@ -104,7 +104,7 @@ async def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarnes
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
 
 
-@pytest.mark.parametrize(("n", "max_bytes"), [(1, 250), (4, 400), (16, 1100)])
+@pytest.mark.parametrize(("n", "max_bytes"), [(1, 250), (4, 480), (16, 1250)])
 async def test_an_answered_request_takes_little_memory(harness: StoreHarness, n: int, max_bytes: int) -> None:
     """Ledgers are kept for a week: 500 rollouts per second would be 300 million (docs/sizing.md)."""
     keys = MessageKeys("6f1c2e9a-5d1b-4f0e-9c57-0f3a2b1c4d5e")

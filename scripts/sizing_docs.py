@@ -18,6 +18,9 @@ OTHER_MEMORY_BYTES = 6e9
 """Memory per GPU for activations, CUDA graphs and libraries; an assumption that vLLM's log replaces."""
 HISTORY_BYTES_PER_TOKEN = 0.6
 """Bytes in Redis per token of compressed rollouts, as in docs/history.md."""
+LEDGER_BYTES = {1: 278, 4: 107, 16: 69}
+"""Rollouts in a request → bytes in Redis per answered rollout: the growth of ``used_memory`` over 8,192 rollouts in
+Redis 7.0.15, without all keys but the ledgers. ``tests/job/test_job_store.py`` limits the size of one ledger."""
 GPU_UTILIZATION = 0.92
 """Default of vLLM 0.32."""
 
@@ -106,6 +109,11 @@ def message_bytes(plan: Plan) -> float:
     return rollouts * per_rollout + plan.problems * plan.prompt_tokens * BYTES_PER_TOKEN_ID
 
 
+def ledger_bytes(rollouts_per_second: float, days: float, rollouts_per_request: int = 16) -> float:
+    """Return the size in Redis of what is remembered of answered requests."""
+    return rollouts_per_second * days * 24 * 3600 * LEDGER_BYTES[rollouts_per_request]
+
+
 def cpu_ms_per_rollout(kind: str) -> float:
     """Return the measured CPU time per rollout of a kind of process, with 2,500 trajectories (``load.json``)."""
     return figures("load")[f"CPU time per rollout, {kind}, 2500 trajectories"]
@@ -179,6 +187,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "duration of a training step's rollouts, without tail", f"{step / 60:,.0f} min"
     yield "Redis: history", gigabytes(history_bytes(plan))
     yield "Redis: messages of a training step", gigabytes(message_bytes(plan))
+    yield "Redis: answered requests of a week", gigabytes(ledger_bytes(rollouts_per_second(plan), 7))
     yield "CPU: coordinator and relay", f"{100 * head_cores(plan):.2f} % of a core"
     yield "CPU: Redis", f"{100 * redis_cores(plan):.2f} % of a core"
     yield "weights over a link of 50 GB/s (400 Gbit/s), once", f"{transfer_seconds(plan, 50e9):.1f} s"
@@ -193,9 +202,19 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def ledger_table() -> str:
+    """Return the table of what answered requests take at the highest rate that was measured."""
+    lines = ["| Rollouts in a request | Bytes per rollout | 500 per second for a day | 500 per second for a week |"]
+    lines.append("|---|---|---|---|")
+    for rollouts, size in LEDGER_BYTES.items():
+        day, week = (gigabytes(ledger_bytes(500, days, rollouts)) for days in (1, 7))
+        lines.append(f"| {rollouts} | {size} | {day} | {week} |")
+    return "\n".join(lines)
+
+
 def document(page: str) -> str:
     """Return the page with its examples computed anew."""
-    return with_blocks(page, "scripts/sizing_docs.py", {"examples": table()})
+    return with_blocks(page, "scripts/sizing_docs.py", {"ledgers": ledger_table(), "examples": table()})
 
 
 if __name__ == "__main__":

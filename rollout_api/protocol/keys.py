@@ -25,7 +25,9 @@ HISTORY_NAMES = "history:names"
 NUM_SHARDS = 16
 """Number of shards into which a history's problems are divided, so that no single key receives every write."""
 LEDGER_RETENTION_S = 7 * 24 * 3600
-"""Seconds to remember an answered request, so that a repetition of it is refused."""
+"""Seconds to remember an answered request, so that a repetition of it is refused, a reward finds its problem, and a
+dataset source that continues does not sample it again. Requests whose results expire are remembered for a day.
+"""
 IMAGE_RETENTION_S = 3600
 """Seconds to keep an image after an engine has read it, or its client has last shown that it is needed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ REFUSAL_RETENTION_S = 600
 """Seconds to keep a refusal."""
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled", b"released"})
 """Fields of a ledger that describe the request; all other fields are samples."""
+_DEFAULT_PROBLEM_ID = re.compile("[0-9a-f]{32}")
+"""Pattern of a problem id that is a digest (``problem_id_of``)."""
 _TRACE_ID_BYTES = 16
 _CALLER = struct.Struct(">QB")
 """Packed span id of the caller, and flags of its ``traceparent``."""
@@ -29,7 +32,11 @@ _SAMPLED = 0x01
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """A finished rollout, without its tokens, which are in the history."""
+    """A finished rollout, without its tokens, which are in the history.
+
+    Entries are kept for :data:`LEDGER_RETENTION_S`, so they have nothing that is not read. Redis stores a ledger in
+    half the memory if no entry has more than 64 bytes (``hash-max-listpack-value``).
+    """
 
     problem_id: str
     length: int
@@ -38,7 +45,8 @@ class LedgerEntry:
     num_decoding_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
-    engine: str
+    engine: str = ""
+    """Id of the engine, in entries of earlier releases."""
     digest: bytes = b""
     """Digest of the tokens that the history has for the rollout; empty in entries of earlier releases."""
 
@@ -53,13 +61,15 @@ class LedgerEntry:
             rollout.num_decoding_steps,
             rollout.num_draft_tokens,
             rollout.num_accepted_tokens,
-            rollout.engine,
-            bytes.fromhex(rollout.digest),
+            digest=bytes.fromhex(rollout.digest),
         )
 
     def pack(self) -> bytes:
         """Encode the entry."""
-        packed: bytes = msgpack.packb(list(vars(self).values()))
+        problem_id, *values = vars(self).values()
+        if _DEFAULT_PROBLEM_ID.fullmatch(problem_id):
+            problem_id = bytes.fromhex(problem_id)
+        packed: bytes = msgpack.packb([problem_id, *values])
         return packed
 
     @classmethod
@@ -70,7 +80,8 @@ class LedgerEntry:
             CodecError: if *data* is not a ledger entry.
         """
         try:
-            return cls(*msgpack.unpackb(data))
+            problem_id, *values = msgpack.unpackb(data)
+            return cls(problem_id.hex() if isinstance(problem_id, bytes) else problem_id, *values)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CodecError(f"not a ledger entry: {error}") from None
 

@@ -10,6 +10,7 @@ import msgpack
 
 from rollout_api.protocol.keys import LEDGER_RETENTION_S, MESSAGE_FIELD
 from rollout_api.protocol.messages import (
+    MAX_KEEP_SECONDS,
     Partial,
     Purpose,
     Rollout,
@@ -88,7 +89,8 @@ class RolloutStore(StorePart):
             "accepted_tokens": rollout.num_accepted_tokens,
             "keep_s": request.keep_seconds or 0,
             "streamed": request.stream,
-            "ledger_s": LEDGER_RETENTION_S,
+            # The servers that send requests whose results expire remember idempotency keys for a day.
+            "ledger_s": LEDGER_RETENTION_S if request.keep_seconds is None else MAX_KEEP_SECONDS,
             "trajectory_s": TRAJECTORY_RETENTION_S if request.trajectory_id else 0,
             "max_events": MAX_EVENTS,
             "max_timeline": MAX_TIMELINE_ENTRIES,

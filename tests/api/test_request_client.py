@@ -83,7 +83,9 @@ async def test_rollouts_that_cannot_start_leave_room_for_others(redis_url: str, 
         blocked = [client.prepare(PROMPT, request_id=f"blocked{number}") for number in range(2)]
         waiting = []
         if blocked_client == "requests":
-            waiting = [asyncio.ensure_future(client.receive(one, may_be_answered=False, may_wait=False)) for one in blocked]
+            waiting = [
+                asyncio.ensure_future(client.receive(one, may_be_answered=False, may_wait=False)) for one in blocked
+            ]
             await wait_for_async(lambda: len(job.requests()) == 2)
         job.publish_status(waiting=4, blocked={})
         await wait_for_async(lambda: client.status.get("waiting") == 4)

@@ -18,8 +18,9 @@ import redis
 import redis.asyncio
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import MESSAGE_FIELD
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import (
+    MAX_KEEP_SECONDS,
     InitWeightTransfer,
     Partial,
     PauseMode,
@@ -47,6 +48,7 @@ from rollout_store.job import (
 )
 from rollout_store.job.job_record import JobDescription
 from rollout_store.job.launcher import LauncherStore
+from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.rollouts import AppendedTokens
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.results_in_redis import kept_rollouts
@@ -116,6 +118,36 @@ async def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarnes
     assert 0 < harness.redis.ttl(JOB.ledger("r"))
     ledger = LauncherStore(harness.redis, JOB).read_ledger(["r"])["r"]
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
+
+
+@pytest.mark.parametrize(("n", "max_bytes"), [(1, 250), (4, 480), (16, 1250)])
+async def test_an_answered_request_takes_little_memory(harness: StoreHarness, n: int, max_bytes: int) -> None:
+    """Ledgers are kept for a week: 500 rollouts per second would be 300 million (docs/sizing.md)."""
+    keys = MessageKeys("6f1c2e9a-5d1b-4f0e-9c57-0f3a2b1c4d5e")
+    job_store = JobStore.connect(harness.url, keys)
+    asked = RolloutRequest(job_uid=keys.uid, request_id="trainer:1:1", prompt_token_ids=[1], sampling=Sampling(n=n))
+    entry: Any = harness.redis.xadd(keys.requests, {MESSAGE_FIELD: encode(asked)})
+    await job_store.requests.admit(str(entry, "utf-8"), asked)
+    counters = {"num_decoding_steps": 3000, "num_draft_tokens": 90_000, "num_accepted_tokens": 70_000}
+    engine = {"engine": "math-grpo-worker-3/engine-0#a1b2c3"}
+    finished = [rollout(asked, sample).model_copy(update=counters | engine) for sample in range(n)]
+    await job_store.rollouts.finish_all([(asked, one) for one in finished])
+    await job_store.close()
+    assert 0 < harness.redis.memory_usage(keys.ledger("trainer:1:1")) <= max_bytes
+
+
+async def test_the_ledger_remembers_expiring_results_for_a_day(harness: StoreHarness) -> None:
+    asked = request(n=1, keep_seconds=60)
+    async with harness.connected() as job_store:
+        await job_store.requests.admit(harness.submit(asked), asked)
+        await job_store.rollouts.finish(asked, rollout(asked, 0))
+    assert 60 < harness.redis.ttl(JOB.ledger("r")) <= MAX_KEEP_SECONDS
+    [entry] = LauncherStore(harness.redis, JOB).read_ledger(["r"])["r"].values()
+    assert LedgerEntry.of(rollout(asked, 0)) == entry
+    by_default = LedgerEntry.of(rollout(request(problem_id=""), 0))
+    assert by_default == LedgerEntry.unpack(by_default.pack())
+    earlier_release = msgpack.packb(("p", 5, "stop", 1, 2, 4, 3, "engine"))
+    assert ("p", b"") == (LedgerEntry.unpack(earlier_release).problem_id, LedgerEntry.unpack(earlier_release).digest)
 
 
 async def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness: StoreHarness) -> None:

@@ -66,20 +66,15 @@ local result = -1
 if entry ~= '' and tonumber(generation) >= oldest_kept then
   -- A rollout that was lost in a crash of the job's server may be sampled again by other weights, so all generations
   -- are searched.
-  local stored = redis.call('HGETALL', lengths)
-  local entries = ''
   result = 1
-  for i = 1, #stored, 2 do
-    if stored[i] == generation then
-      entries = stored[i + 1]
-    end
-    if find_entry(stored[i + 1], string.sub(entry, 1, 8)) then
+  for _, entries in ipairs(redis.call('HVALS', lengths)) do
+    if find_entry(entries, string.sub(entry, 1, 8)) then
       result = 0
     end
   end
   if result == 1 then
     redis.call('XADD', log, '*', 'g', generation, 'd', ARGV[3])
-    redis.call('HSET', lengths, generation, entries .. entry)
+    redis.call('HSET', lengths, generation, (redis.call('HGET', lengths, generation) or '') .. entry)
   end
 end
 

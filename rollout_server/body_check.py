@@ -127,6 +127,9 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     for name in _OBJECTS:
         if (value := fields.get(name)) is not None and not isinstance(value, dict):
             raise BodyError(name, f"it must be a JSON object, but is {_kind(value)}")
+    if not isinstance(ids := fields.get("request_ids", []), list) or not all(isinstance(one, str) for one in ids):
+        # vLLM's server answers before it looks at them.
+        raise BodyError("request_ids", "it must be a list of texts")
     _check_values(fields, max_characters)
     _check_prompts(fields)
     return json.dumps(fields).encode() if _replace_guided_fields(fields) else body

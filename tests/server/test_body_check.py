@@ -29,6 +29,7 @@ CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "one two"}
         ('{"tools": [' + '{"a":' * 200 + "1" + "}" * 200 + "]}", "tools", "nested more than 100 deep"),
         ('{"structured_outputs": 1e999}', "structured_outputs", "must be a JSON object, but is a number"),
         ('{"a": {"b": [1, 1e999]}}', "a.b[1]", "the number is not finite"),
+        ('{"request_ids": [5]}', "request_ids", "must be a list of texts"),
         ('{"a": NaN}', "a", "the number is not finite"),
         ('{"weight_version": 18446744073709551616}', "weight_version", "more than 64 bits"),
         ('{"token_ids": [1, -9223372036854775809]}', "token_ids[1]", "more than 64 bits"),

@@ -208,11 +208,13 @@ class Answers:
 
 
 def _is_error(text: str) -> bool:
-    """Return whether a text is an error in the shape of OpenAI, or in Anthropic's."""
+    """Return whether a text is an error in the shape of OpenAI, or in Anthropic's or SGLang's on their routes."""
     try:
         reply = json.loads(text)
+        if reply.get("success") is False:
+            return bool(reply["message"])
         error = reply["error"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return False
     is_complete = error.keys() >= {"type", "param", "code"} or reply.get("type") == "error"
     return bool(error["message"]) and is_complete

@@ -27,7 +27,14 @@ _INTEGERS = range(-(2**63), 2**64)
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TEXT_FIELDS = frozenset({"prompt", "text", "content", "input", "instructions", "system"})
 """Fields with a part of a prompt as text."""
-_OBJECTS = ("structured_outputs", "response_format", "stream_options", "chat_template_kwargs", "logit_bias", "vllm_xargs")
+_OBJECTS = (
+    "structured_outputs",
+    "response_format",
+    "stream_options",
+    "chat_template_kwargs",
+    "logit_bias",
+    "vllm_xargs",
+)
 """Fields that are objects on every route. vLLM's server reads some of them before it checks their types."""
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Arguments of a tokenizer's ``apply_chat_template`` that its template reads."""
@@ -120,6 +127,9 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     for name in _OBJECTS:
         if (value := fields.get(name)) is not None and not isinstance(value, dict):
             raise BodyError(name, f"it must be a JSON object, but is {_kind(value)}")
+    if not isinstance(ids := fields.get("request_ids", []), list) or not all(isinstance(one, str) for one in ids):
+        # vLLM's server answers before it looks at them.
+        raise BodyError("request_ids", "it must be a list of texts")
     _check_values(fields, max_characters)
     _check_prompts(fields)
     return json.dumps(fields).encode() if _replace_guided_fields(fields) else body
@@ -213,7 +223,9 @@ def _kind(value: Any) -> str:
 
 def _too_deep(place: str) -> BodyError:
     # The whole place would be as deep.
-    return BodyError(place.partition(".")[0].partition("[")[0], f"objects and lists are nested more than {_MAX_DEPTH} deep")
+    return BodyError(
+        place.partition(".")[0].partition("[")[0], f"objects and lists are nested more than {_MAX_DEPTH} deep"
+    )
 
 
 def _not_unicode(place: str) -> BodyError:

@@ -19,7 +19,7 @@ _RESERVED_FILES = 256
 
 
 def max_connections() -> int:
-    """Raise this process's limit of open files as far as it may, and return the number of connections that have room."""
+    """Raise this process's limit of open files as far as it may, and return how many connections have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

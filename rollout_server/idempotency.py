@@ -59,10 +59,7 @@ class IdempotencyMiddleware:
             await self._app(scope, receive, send)
             return
         # BodyCheckMiddleware, outside of this one, has read the body as a whole.
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return
-        body = message.get("body", b"")
+        body: bytes = (await receive())["body"]
         keys, url = self._client.idempotency_keys, URL(scope=scope)
         own = fingerprint(f"{url.path}?{url.query}", current_context().headers, body)
         try:

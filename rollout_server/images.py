@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from ipaddress import ip_address
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import ResolveResult
+from aiohttp.resolver import ThreadedResolver
+from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
@@ -21,12 +27,75 @@ _SOURCE = "rollout_source"
 """Key of a rendered prompt under which :func:`keep_sources` adds what the prompt was rendered from."""
 
 
+class _Connection(HTTPConnection):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
+    """Downloads from the addresses of domains."""
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        super().__init__()
+        self._domains = domains
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def get_async_client(self) -> aiohttp.ClientSession:
+        """See the base class."""
+        if self._session is None or self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            connector = aiohttp.TCPConnector(resolver=PublicResolver(self._domains))
+            self._session = aiohttp.ClientSession(trust_env=True, connector=connector)
+        return self._session
+
+
+@cache
+def _connection(domains: tuple[str, ...]) -> _Connection:
+    return _Connection(domains)  # vLLM makes a connector for each request
+
+
+class PublicResolver(ThreadedResolver):
+    """Finds the addresses of *domains* that everyone can reach, or that are among the domains themselves.
+
+    The owner of a name could otherwise make it stand for an address of the cluster, or of a cloud's metadata service.
+    Other names are those of proxies.
+    """
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        super().__init__()
+        self._domains = domains
+
+    async def resolve(self, host: str, *args: Any, **kwargs: Any) -> list[ResolveResult]:
+        """See the base class.
+
+        Raises:
+            VLLMValidationError: the domain has private addresses only.
+        """
+        found: list[ResolveResult] = await super().resolve(host, *args, **kwargs)
+        if host not in self._domains:
+            return found
+        allowed = [one for one in found if _is_public(one["host"]) or one["host"] in self._domains]
+        if not allowed:
+            raise VLLMValidationError(
+                f"the domain {host} stands for a private address; to allow it, start the server with this address in "
+                "--allowed-media-domains, too",
+                parameter="image_url",
+            )
+        return allowed
+
+
+def _is_public(address: str) -> bool:
+    parsed = ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_global
+
+
 @MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)
 class ImageConnector(MediaConnector):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
     """Loads images from where vLLM's options allow it, and from nowhere else.
 
     A server may reach what its clients must not, and vLLM would download images from everywhere by default.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.connection = _connection(tuple(self.allowed_media_domains))
 
     async def load_from_url_async(self, url: str, *args: Any, **kwargs: Any) -> Any:
         """See the base class, which raises other errors for some URLs that cannot be used.

@@ -51,7 +51,9 @@ class JobEngine(AsyncLLM):
         self.observability_config = vllm_config.observability_config
         self.log_requests = self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
-        self.max_prompt_characters = vllm_config.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
+        self.max_prompt_characters = (
+            vllm_config.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
+        )
         """Number of characters above which a text has more tokens than a prompt may have."""
         self._limit_texts()
         keep_sources(self.renderer, client)

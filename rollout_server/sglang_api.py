@@ -275,7 +275,7 @@ class SglangApi:
     async def _prompt_tokens(self, body: GenerateRequest) -> Sequence[int]:
         if (body.input_ids is None) == (body.text is None):
             raise VLLMValidationError("a request has either input_ids or text; pass one of them", parameter="input_ids")
-        return body.input_ids if body.text is None else await self._engine.tokenize(body.text)
+        return body.input_ids or [] if body.text is None else await self._engine.tokenize(body.text)
 
     def _reply(self, body: GenerateRequest, tokens: Partial, end: FinishReason, meta: dict[str, Any]) -> dict[str, Any]:
         """Return SGLang's response for these tokens."""

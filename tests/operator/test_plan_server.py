@@ -159,3 +159,10 @@ def test_a_template_that_cannot_be_merged_is_reported_with_its_path() -> None:
     condition = next(one for one in cluster.status["conditions"] if one["type"] == "Accepted")
     assert "False" == condition["status"]
     assert "spec.server.podTemplate" in condition["message"]
+
+
+def test_what_clients_send_cannot_take_the_memory_of_the_node() -> None:
+    (container,) = pod_spec(job_with_server())["containers"]
+    assert {"memory": "8Gi"} == container["resources"]["limits"]
+    (container,) = pod_spec(job_with_server(resources={"memory": "3Gi"}))["containers"]
+    assert {"memory": "3Gi"} == container["resources"]["limits"]

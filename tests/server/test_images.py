@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -115,13 +116,27 @@ def test_a_download_is_not_redirected_to_where_the_server_downloads_nothing_from
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as images,
         ThreadPoolExecutor(1) as pool,
-        serving(job, redis_url, model, ["--allowed-media-domains", "localhost"]) as server,
+        serving(job, redis_url, model, ["--allowed-media-domains", "localhost", "127.0.0.1", "::1"]) as server,
     ):
         pool.submit(images.serve_forever)
         body = {"model": MODEL_NAME, "messages": messages(f"http://localhost:{images.server_address[1]}/elsewhere")}
         reply = httpx.post(f"{server}/v1/chat/completions/render", json=body, timeout=30)
         images.shutdown()
     assert (400, ["/elsewhere"]) == (reply.status_code, paths), reply.text
+
+
+def test_a_domain_with_a_private_address_is_not_downloaded_from(job: ServedJob, redis_url: str, model: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        serving(job, redis_url, model, ["--allowed-media-domains", "localhost"]) as server,
+    ):
+        listening.setblocking(False)
+        body = {"model": MODEL_NAME, "messages": messages(f"http://localhost:{listening.getsockname()[1]}/")}
+        reply = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=30)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    assert 400 == reply.status_code, reply.text
+    assert "localhost stands for a private address" in reply.json()["error"]["message"]
 
 
 def test_a_job_stores_no_more_images_than_it_may(server: str, job: ServedJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ _HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 its start would take many times as long beside busy pods while rollouts may wait for it."""
 _SERVER_REQUESTS = {"cpu": "500m", "memory": "2Gi"}
 """Default requests of a pod of the HTTP server."""
+_SERVER_LIMITS = {"memory": "8Gi"}
+"""Default limits of a pod of the HTTP server, so that what its clients send cannot take the memory of the node."""
 _SERVER_PRE_STOP_S = 5
 """Seconds that a server that is ending still accepts connections."""
 _SERVER_GRACE_S = 35
@@ -206,7 +208,8 @@ def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
         "livenessProbe": {"httpGet": probe, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
         # Connections arrive until every node knows that the pod is ending.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_SERVER_PRE_STOP_S)]}}},
-        "resources": _resources(server.resources) or {"requests": dict(_SERVER_REQUESTS)},
+        "resources": _resources(server.resources)
+        or {"requests": dict(_SERVER_REQUESTS), "limits": dict(_SERVER_LIMITS)},
     }
     pod = _pod(
         context,

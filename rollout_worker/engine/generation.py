@@ -416,8 +416,9 @@ def _naming_weights(starts: VersionStarts) -> Iterator[None]:
         version = starts[-1][0] if starts else None
         weights = "the weights" if version is None else f"weight version {version}"
         raise UnusableOutputError(
-            f"{error}: {weights} must have values that are NaN or infinite, or so large that the model overflows; "
-            "publish other weights as a later version"
+            f"{error}: {weights} must have values that are NaN or infinite, or so large that the model overflows, or "
+            "this engine is faulty; publish other weights as a later version, or replace the engine if others do not "
+            "fail"
         ) from error
 
 

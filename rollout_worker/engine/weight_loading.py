@@ -68,6 +68,11 @@ class CheckpointCheck:
         self._expected, self._is_partial = _read_tensors(model), is_partial
         self._found: _Tensors = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that were described."""
+        return frozenset(self._found)
+
     def add(self, update_info: Mapping[str, Any]) -> None:
         """Check the tensors that a call of vLLM's ``update_weights`` describes.
 
@@ -214,6 +219,8 @@ class WeightLoader:
         self._loading = asyncio.Lock()
         self._directory: Path | None = config.model
         """Directory of the current weights; None if they came from a trainer's memory."""
+        self._not_finite: set[str] = set()
+        """Names of the current tensors that are known not to be finite."""
         self._falling_asleep = asyncio.Lock()
         self._sleep_level = 0
         """vLLM's level of sleep, in which nothing can be loaded; 0 if the engine is awake."""
@@ -280,6 +287,8 @@ class WeightLoader:
                 await self._restore(error)
                 raise EngineError(self._still_serving(error)) from error
             self._directory = directory
+            self._not_finite = set()
+            self._weight_versions.unusable.pop(version, None)  # a version may be loaded again
 
         async with self._unused_adapters(mode):
             return await self._load_paused(load, version, mode)
@@ -340,7 +349,7 @@ class WeightLoader:
                 await self._call("das_update_weights", update, action="receiving weights")
             check.finish()
             await self._call("das_finish_weight_update", action="finishing a weight update")
-            await self._check_received(version)
+            await self._check_received(version, check)
         except Exception as error:  # of whatever type: the engine must not keep a part of the weights
             if self._client.stopped:
                 raise
@@ -352,25 +361,30 @@ class WeightLoader:
             raise EngineError(self._still_serving(failure)) from error
         self._directory = None
 
-    async def _check_received(self, version: int) -> None:
-        """Check that the tensors which a trainer has sent are finite.
+    async def _check_received(self, version: int, check: CheckpointCheck) -> None:
+        """Check that the tensors which a trainer has sent, and those that remain, are finite.
 
-        If they are not, but the previous weights are in no directory, this is only logged: an engine without weights
-        would be worth less than one whose rollouts fail until the trainer has published others.
+        If they are not, but the previous weights are in no directory, the version is served, and its rollouts fail
+        until the trainer has published others: an engine without weights would be worth less.
 
         Raises:
             ModelError: if they are not.
         """
         ranks = await self._client.collective_rpc("das_not_finite", action="checking the received weights")
-        names = sorted({name for rank in ranks for name in rank})
-        if not names:
+        not_finite = (self._not_finite - check.names).union(*ranks)
+        if not not_finite:
+            self._not_finite = set()
+            self._weight_versions.unusable.pop(version, None)  # a version may be sent again
             return
+        names = sorted(not_finite)
         reason = f"{_SENT}: {_list_names(names)} {_NOT_FINITE}"
         if self._directory is not None:
             raise ModelError(reason)
+        self._not_finite = not_finite
+        self._weight_versions.unusable[version] = f"{reason}; publish other weights as a later version"
         logger.error(
             "%s. The engine serves weight version %d nevertheless, because its previous weights came from a trainer's "
-            "memory as well and are overwritten; publish other weights.",
+            "memory as well and are overwritten. Its rollouts fail; publish other weights.",
             reason,
             version,
         )

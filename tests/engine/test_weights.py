@@ -315,9 +315,12 @@ def test_only_values_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
     for value in (math.nan, math.inf, -math.inf):
         largest[3, 400] = value
         assert not is_finite(largest)
+    assert is_finite(torch.tensor(1, dtype=dtype))
+    assert not is_finite(torch.tensor(math.nan, dtype=dtype))
     assert is_finite(torch.ones(3, dtype=torch.int8))
     assert is_finite(torch.ones(3).to(torch.float8_e4m3fn))
-    assert is_finite(torch.ones(0, dtype=dtype))
+    for shape in (0, (3, 0), (0, 3)):
+        assert is_finite(torch.ones(shape, dtype=dtype))
 
 
 def test_rollouts_of_weights_with_which_the_model_overflows_name_the_version(

@@ -103,11 +103,12 @@ class CheckpointCheck:
             _check_complete(_SENT, self._found, self._expected)
 
 
-def check_finite(directory: Path, paths: Iterable[Path]) -> None:
+def check_finite(directory: Path, paths: Iterable[Path], model: Path) -> None:
     """Check that the tensors in the files of published weights are finite.
 
-    A model with a single value that is not computes nothing else any more. This reads the files, which are then in
-    memory when vLLM loads them.
+    A model with a single value that is not computes nothing else any more, unless it belongs there: some models mask
+    with -inf. Therefore tensors that are not finite in the first directory of the *model* are not checked. This reads
+    the files, which are then in memory when vLLM loads them.
 
     Raises:
         ModelError: if a tensor has a value that is NaN or infinite.
@@ -116,8 +117,17 @@ def check_finite(directory: Path, paths: Iterable[Path]) -> None:
         with _opened(directory, path, "pt") as file:
             names = file.keys()  # the file itself is not iterable
             for name in names:
-                if not is_finite(file.get_tensor(name)):
+                if not is_finite(file.get_tensor(name)) and _is_finite_in(model, name):
                     raise ModelError(f"{directory}: {name} in {path.name} {_NOT_FINITE}")
+
+
+def _is_finite_in(model: Path, name: str) -> bool:
+    """Return whether a tensor of the *model* is finite; true of tensors that it does not have."""
+    for path in _weight_files(model):
+        with _opened(model, path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118 -- the file itself is not iterable
+                return is_finite(file.get_tensor(name))
+    return True
 
 
 def check_checkpoint(directory: Path, model: Path) -> None:
@@ -274,7 +284,7 @@ class WeightLoader:
         """See :meth:`Engine.load_weights`."""
         try:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
-            await asyncio.to_thread(check_finite, directory, _weight_files(directory))
+            await asyncio.to_thread(check_finite, directory, _weight_files(directory), self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         return await asyncio.shield(self._load_checkpoint(directory, version, mode))
@@ -371,7 +381,10 @@ class WeightLoader:
             ModelError: if they are not.
         """
         ranks = await self._client.collective_rpc("das_not_finite", action="checking the received weights")
-        not_finite = (self._not_finite - check.names).union(*ranks)
+        received = {name for rank in ranks for name in rank}
+        if received:
+            received = await asyncio.to_thread(self._without_intended, received)
+        not_finite = (self._not_finite - check.names) | received
         if not not_finite:
             self._not_finite = set()
             self._weight_versions.unusable.pop(version, None)  # a version may be sent again
@@ -389,12 +402,18 @@ class WeightLoader:
             version,
         )
 
+    def _without_intended(self, names: Iterable[str]) -> set[str]:
+        """Return those of the tensors that are finite in the model's first directory."""
+        return {name for name in names if _is_finite_in(self._config.model, name)}
+
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
         if not self._config.spec.max_lora_rank:
             raise EngineError("the engine serves no adapters, because engine.maxLoraRank is 0")
         try:
-            await asyncio.to_thread(check_finite, directory, [directory / "adapter_model.safetensors"])
+            await asyncio.to_thread(
+                check_finite, directory, [directory / "adapter_model.safetensors"], self._config.model
+            )
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         async with self._loading:

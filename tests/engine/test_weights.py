@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
 from rollout_store.job.engines import EngineError
+from rollout_store.models.model_source import ModelError
 from rollout_worker.engine import weight_loading
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult, UnusableOutputError
 from rollout_worker.engine.vllm_patches import is_finite
-from rollout_worker.engine.weight_loading import check_checkpoint
+from rollout_worker.engine.weight_loading import check_checkpoint, check_finite
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, accepted_share
@@ -306,6 +307,18 @@ def test_weights_of_another_float_data_type_are_accepted(tmp_path: Path, other: 
     half = Path(shutil.copytree(other, tmp_path / "half"))
     edit_tensors(lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))(half)
     check_checkpoint(half, other)
+
+
+def test_values_that_are_not_finite_in_the_model_are_accepted(tmp_path: Path, other: Path) -> None:
+    masked, diverged = (Path(shutil.copytree(other, tmp_path / name)) for name in ("masked", "diverged"))
+    set_value("model.norm.weight", -math.inf)(masked)
+    set_value("model.norm.weight", -math.inf)(diverged)
+    set_value("model.layers.1.mlp.down_proj.weight", -math.inf)(diverged)
+    check_finite(masked, [masked / "model.safetensors"], masked)
+    with pytest.raises(ModelError, match=r"model.norm.weight in model.safetensors has values"):
+        check_finite(masked, [masked / "model.safetensors"], other)
+    with pytest.raises(ModelError, match=r"down_proj.weight in model.safetensors has values"):
+        check_finite(diverged, [diverged / "model.safetensors"], masked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -15,12 +15,15 @@ import pytest
 
 from rollout_api import AsyncRolloutClient, FinishReason, Rollout, RolloutRequest, WeightsError
 from rollout_api.protocol.messages import WeightSpan
-from rollout_store.job import Order
+from rollout_store.job import EngineReport, Order
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import EngineCounters
 from rollout_worker.engine.response import GenerationResult, NotFiniteError, ResponseBuilder, UnusableOutputError
+from rollout_worker.engine_worker import lease
 from rollout_worker.engine_worker.executor import MAX_FAILED_REQUESTS
+from rollout_worker.engine_worker.running import RunningRollouts
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.in_process_job import LiveJob, live, manifest
 from tests.support.live_job_harness import gather, prompts
 
@@ -227,6 +230,33 @@ def test_any_error_of_a_weight_version_refuses_this_version(redis_url: str, mode
         assert all(rollout.finish_reason.complete for rollout in await gather(client, 1, prompts(3)))
 
     run(redis_url, engine, scenario, model)
+
+
+def test_statistics_that_cannot_be_read_for_a_while_stay_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "ENGINE_STATS_INTERVAL_S", 0.0)
+    engine, failure = StubEngine(result), EngineError("division by zero")
+    replies = iter([{"labeled_counters": {"steps": {"a": 1}}}, failure, failure, {}, failure])
+    report = EngineReport("engine")
+    seen: list[dict[str, dict[str, int]]] = []
+
+    async def stats() -> dict[str, Any]:
+        seen.append(report.labeled_counters)
+        reply = next(replies, None)
+        if reply is None:
+            raise asyncio.CancelledError
+        if isinstance(reply, EngineError):
+            raise reply
+        return reply
+
+    engine.stats = stats  # type: ignore[method-assign]
+    monitor = lease.EngineMonitor(engine, report, RunningRollouts(), SpeculationCutoff())  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(monitor.run())
+    first = {"steps": {"a": 1}}
+    assert [{}, first, first, first, {}, {}] == seen
+    assert 2 == caplog.text.count("Cannot read the statistics")
 
 
 def test_records_of_the_job_that_cannot_be_read_change_nothing(

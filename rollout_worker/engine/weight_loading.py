@@ -204,7 +204,8 @@ def _weight_files(directory: Path) -> list[Path]:
             f"checkpoint {directory}: {index.name} has no weight_map, an object that maps each tensor to its file"
         )
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name != Path(name).name:
+        # vLLM compares these names with those of the files, so that it does not find "./model.safetensors" either.
+        if not isinstance(name, str) or name in ("", "..") or name != Path(name).name:
             raise ModelError(
                 f"checkpoint {directory}: {index.name} must map {tensor!r} to the name of a file in this directory, "
                 f"not to {name!r:.100}"

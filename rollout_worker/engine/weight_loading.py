@@ -107,8 +107,10 @@ def check_finite(directory: Path, paths: Iterable[Path], model: Path) -> None:
     """Check that the tensors in the files of published weights are finite.
 
     A model with a single value that is not computes nothing else any more, unless it belongs there: some models mask
-    with -inf. Therefore tensors that are not finite in the first directory of the *model* are not checked. This reads
-    the files, which are then in memory when vLLM loads them.
+    with -inf. Therefore tensors that are not finite in the first directory of the *model* are not checked.
+
+    This reads all files once more than loading does, while the engine goes on decoding. If they fit into the machine's
+    free memory, vLLM then reads them from the page cache; otherwise it reads them from the disk or the network again.
 
     Raises:
         ModelError: if a tensor has a value that is NaN or infinite.

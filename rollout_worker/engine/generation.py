@@ -339,6 +339,8 @@ class ResponseGenerator:
                     starts = self._weight_versions.starts(call_id, completion)
                 else:
                     starts = [(adapter.version, 0)]
+                if self._weight_versions.unusable:
+                    self._check_usable(starts)
                 with _naming_weights(starts):
                     response.append(completion)
                 if sampling.returns_prompt_logprobs and response.prompt_logprobs is None:
@@ -363,6 +365,19 @@ class ResponseGenerator:
         if output is None or not (output.finished or response.stopped):
             raise EngineError("vLLM ended a response without returning all of it")
         return output, starts
+
+    def _check_usable(self, starts: VersionStarts) -> None:
+        """Check that the weights that have sampled a response can be used.
+
+        Without log-probabilities, nothing else shows that its tokens mean nothing, and they would enter the history.
+
+        Raises:
+            UnusableOutputError: if they are known not to be finite.
+        """
+        # The full weights of an adapter do not change while it is used.
+        for version in (self._weight_versions.version, *(version for version, _ in starts)):
+            if (reason := self._weight_versions.unusable.get(version)) is not None:
+                raise UnusableOutputError(f"weight version {version} cannot be used: {reason}")
 
     async def _outputs(self, prompt: dict[str, Any], params: Any, call_id: str, lora: Any) -> AsyncGenerator[Any]:
         with translate_errors("generating"):
@@ -416,8 +431,9 @@ def _naming_weights(starts: VersionStarts) -> Iterator[None]:
         version = starts[-1][0] if starts else None
         weights = "the weights" if version is None else f"weight version {version}"
         raise UnusableOutputError(
-            f"{error}: {weights} must have values that are NaN or infinite, or so large that the model overflows; "
-            "publish other weights as a later version"
+            f"{error}: {weights} must have values that are NaN or infinite, or so large that the model overflows, or "
+            "this engine is faulty; publish other weights as a later version, or replace the engine if others do not "
+            "fail"
         ) from error
 
 

@@ -61,7 +61,7 @@ class DraftCountReader:
         self._ended: list[str] = []
         self._reading: asyncio.Task[dict[str, ResponseDraftCounts]] | None = None
         self._has_failed = False
-        """Whether counts could not be read once, which is logged."""
+        """Whether counts could not be read the last time; only the first of several failures is logged."""
 
     async def take(self, call_id: str) -> ResponseDraftCounts:
         """Return the counts of a response that has ended; the drafter forgets it."""
@@ -90,6 +90,7 @@ class DraftCountReader:
                 logger.warning("Responses have no counts of their drafts: %s", error)
             self._has_failed = True
             return counts
+        self._has_failed = False
         for rank in ranks:
             counts |= {call_id: ResponseDraftCounts(*fields) for call_id, fields in rank.items()}
         return counts

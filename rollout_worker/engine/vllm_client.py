@@ -86,6 +86,8 @@ class WeightVersionTracker:
     def __init__(self, llm: Any, version: int) -> None:
         self.version = version
         """Version of the tokens that are sampled now."""
+        self.unusable: dict[int, str] = {}
+        """Versions that are served although their weights are not finite → why."""
         self._llm = llm
 
     async def change(self, version: int) -> None:

@@ -68,6 +68,11 @@ class CheckpointCheck:
         self._expected, self._is_partial = _read_tensors(model), is_partial
         self._found: _Tensors = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that were described."""
+        return frozenset(self._found)
+
     def add(self, update_info: Mapping[str, Any]) -> None:
         """Check the tensors that a call of vLLM's ``update_weights`` describes.
 
@@ -98,11 +103,14 @@ class CheckpointCheck:
             _check_complete(_SENT, self._found, self._expected)
 
 
-def check_finite(directory: Path, paths: Iterable[Path]) -> None:
+def check_finite(directory: Path, paths: Iterable[Path], model: Path) -> None:
     """Check that the tensors in the files of published weights are finite.
 
-    A model with a single value that is not computes nothing else any more. This reads the files, which are then in
-    memory when vLLM loads them.
+    A model with a single value that is not computes nothing else any more, unless it belongs there: some models mask
+    with -inf. Therefore tensors that are not finite in the first directory of the *model* are not checked.
+
+    This reads all files once more than loading does, while the engine goes on decoding. If they fit into the machine's
+    free memory, vLLM then reads them from the page cache; otherwise it reads them from the disk or the network again.
 
     Raises:
         ModelError: if a tensor has a value that is NaN or infinite.
@@ -111,8 +119,17 @@ def check_finite(directory: Path, paths: Iterable[Path]) -> None:
         with _opened(directory, path, "pt") as file:
             names = file.keys()  # the file itself is not iterable
             for name in names:
-                if not is_finite(file.get_tensor(name)):
+                if not is_finite(file.get_tensor(name)) and _is_finite_in(model, name):
                     raise ModelError(f"{directory}: {name} in {path.name} {_NOT_FINITE}")
+
+
+def _is_finite_in(model: Path, name: str) -> bool:
+    """Return whether a tensor of the *model* is finite; true of tensors that it does not have."""
+    for path in _weight_files(model):
+        with _opened(model, path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118 -- the file itself is not iterable
+                return is_finite(file.get_tensor(name))
+    return True
 
 
 def check_checkpoint(directory: Path, model: Path) -> None:
@@ -189,7 +206,8 @@ def _weight_files(directory: Path) -> list[Path]:
             f"checkpoint {directory}: {index.name} has no weight_map, an object that maps each tensor to its file"
         )
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name != Path(name).name:
+        # vLLM compares these names with those of the files, so that it does not find "./model.safetensors" either.
+        if not isinstance(name, str) or name in ("", "..") or name != Path(name).name:
             raise ModelError(
                 f"checkpoint {directory}: {index.name} must map {tensor!r} to the name of a file in this directory, "
                 f"not to {name!r:.100}"
@@ -214,6 +232,8 @@ class WeightLoader:
         self._loading = asyncio.Lock()
         self._directory: Path | None = config.model
         """Directory of the current weights; None if they came from a trainer's memory."""
+        self._not_finite: set[str] = set()
+        """Names of the current tensors that are known not to be finite."""
         self._falling_asleep = asyncio.Lock()
         self._sleep_level = 0
         """vLLM's level of sleep, in which nothing can be loaded; 0 if the engine is awake."""
@@ -267,7 +287,7 @@ class WeightLoader:
         """See :meth:`Engine.load_weights`."""
         try:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
-            await asyncio.to_thread(check_finite, directory, _weight_files(directory))
+            await asyncio.to_thread(check_finite, directory, _weight_files(directory), self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         return await asyncio.shield(self._load_checkpoint(directory, version, mode))
@@ -280,6 +300,8 @@ class WeightLoader:
                 await self._restore(error)
                 raise EngineError(self._still_serving(error)) from error
             self._directory = directory
+            self._not_finite = set()
+            self._weight_versions.unusable.pop(version, None)  # a version may be loaded again
 
         async with self._unused_adapters(mode):
             return await self._load_paused(load, version, mode)
@@ -340,7 +362,7 @@ class WeightLoader:
                 await self._call("das_update_weights", update, action="receiving weights")
             check.finish()
             await self._call("das_finish_weight_update", action="finishing a weight update")
-            await self._check_received(version)
+            await self._check_received(version, check)
         except Exception as error:  # of whatever type: the engine must not keep a part of the weights
             if self._client.stopped:
                 raise
@@ -352,35 +374,49 @@ class WeightLoader:
             raise EngineError(self._still_serving(failure)) from error
         self._directory = None
 
-    async def _check_received(self, version: int) -> None:
-        """Check that the tensors which a trainer has sent are finite.
+    async def _check_received(self, version: int, check: CheckpointCheck) -> None:
+        """Check that the tensors which a trainer has sent, and those that remain, are finite.
 
-        If they are not, but the previous weights are in no directory, this is only logged: an engine without weights
-        would be worth less than one whose rollouts fail until the trainer has published others.
+        If they are not, but the previous weights are in no directory, the version is served, and its rollouts fail
+        until the trainer has published others: an engine without weights would be worth less.
 
         Raises:
             ModelError: if they are not.
         """
         ranks = await self._client.collective_rpc("das_not_finite", action="checking the received weights")
-        names = sorted({name for rank in ranks for name in rank})
-        if not names:
+        received = {name for rank in ranks for name in rank}
+        if received:
+            received = await asyncio.to_thread(self._without_intended, received)
+        not_finite = (self._not_finite - check.names) | received
+        if not not_finite:
+            self._not_finite = set()
+            self._weight_versions.unusable.pop(version, None)  # a version may be sent again
             return
+        names = sorted(not_finite)
         reason = f"{_SENT}: {_list_names(names)} {_NOT_FINITE}"
         if self._directory is not None:
             raise ModelError(reason)
+        self._not_finite = not_finite
+        self._weight_versions.unusable[version] = f"{reason}; publish other weights as a later version"
         logger.error(
             "%s. The engine serves weight version %d nevertheless, because its previous weights came from a trainer's "
-            "memory as well and are overwritten; publish other weights.",
+            "memory as well and are overwritten. Its rollouts fail; publish other weights.",
             reason,
             version,
         )
+
+    def _without_intended(self, names: Iterable[str]) -> set[str]:
+        """Return those of the tensors that are finite in the model's first directory."""
+        return {name for name in names if _is_finite_in(self._config.model, name)}
 
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
         if not self._config.spec.max_lora_rank:
             raise EngineError("the engine serves no adapters, because engine.maxLoraRank is 0")
         try:
-            await asyncio.to_thread(check_finite, directory, [directory / "adapter_model.safetensors"])
+            await asyncio.to_thread(
+                check_finite, directory, [directory / "adapter_model.safetensors"], self._config.model
+            )
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         async with self._loading:

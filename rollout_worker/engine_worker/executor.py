@@ -32,14 +32,17 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
+MAX_FAILED_REQUESTS = 8
+"""Number of requests whose rollouts may fail in a row before the engine is taken for faulty."""
 
 
 class RolloutExecutor:
     """Runs one task for each assigned rollout, from reading its request to recording its result.
 
-    Only an engine that has stopped, or a Redis server that cannot be used, ends the engine's part in the job. Whatever
-    else goes wrong with a rollout concerns that rollout alone, which ends as failed: another engine would most likely
-    end in the same way.
+    An engine that has stopped, or a Redis server that cannot be used, ends the engine's part in the job. Whatever else
+    goes wrong with a rollout concerns that rollout alone, which ends as failed: another engine would most likely end in
+    the same way. But if rollouts of many requests fail unexpectedly and none succeeds, the engine is the likely cause.
+    Its part ends, too, because it would be assigned more and more rollouts, as it ends them faster than other engines.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class RolloutExecutor:
         self._failed = asyncio.Event()
         self._error: Exception | None = None
         self._clock_offset = 0.0
+        self._failed_requests: set[str] = set()
+        """Requests whose rollouts have failed unexpectedly since the engine last produced a rollout."""
 
     async def synchronize_clock(self) -> None:
         """Measure how far Redis' clock is ahead of this machine's. Deadlines are counted by Redis' clock."""
@@ -73,7 +78,7 @@ class RolloutExecutor:
         """Wait until a rollout fails because of the engine or of Redis, and raise its error.
 
         Raises:
-            EngineError: if the engine has died.
+            EngineError: if the engine has died, or is most likely faulty.
             redis.RedisError: if the server cannot be used.
         """
         await self._failed.wait()
@@ -97,6 +102,7 @@ class RolloutExecutor:
             except Exception as error:
                 if ends_engine(error, self._engine):
                     raise
+                self._check_fault(running, error)
                 await self._fail(running, engine_id, error)
         except Exception as error:
             if self._error is None:
@@ -107,6 +113,22 @@ class RolloutExecutor:
                 running.deadline.cancel()
             self._running.discard(running)
             self._checkpoints.discard(running.key)
+
+    def _check_fault(self, running: RunningRollout, error: Exception) -> None:
+        """Count a rollout that has failed.
+
+        Raises:
+            EngineError: if so many have failed in a row that the engine is most likely faulty.
+        """
+        # These concern the weights or the request: every engine would fail, and be restarted, one after another.
+        if isinstance(error, UnusableOutputError) or _is_too_large(error):
+            return
+        self._failed_requests.add(running.assignment.request_id)
+        if len(self._failed_requests) >= MAX_FAILED_REQUESTS:
+            raise EngineError(
+                f"rollouts of {len(self._failed_requests)} requests have failed in a row, so that the engine is most "
+                f"likely faulty; the last error: {_describe(error)}"
+            ) from error
 
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment
@@ -226,6 +248,8 @@ class RolloutExecutor:
             finished_at=time.time(),
         )
         await self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id)
+        if generated is not None and generated.num_decoding_steps:
+            self._failed_requests.clear()
 
     async def _generate(
         self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None, stream: TokenStream | None
@@ -310,12 +334,17 @@ def _describe(error: Exception) -> str:
     """Return why a rollout has failed, for the client."""
     if isinstance(error, EngineError | UnusableOutputError):
         return str(error)
-    if isinstance(error, redis.ResponseError) and "bulk length" in str(error):
+    if _is_too_large(error):
         return (
             f"its result is larger than Redis accepts ({error}); request less of it, such as fewer tokens, "
             "log-probabilities or routed experts, or raise Redis' proto-max-bulk-len"
         )
     return f"the engine cannot produce or record it: {type(error).__name__}: {error}"
+
+
+def _is_too_large(error: Exception) -> bool:
+    """Return whether Redis has refused a result because of its size."""
+    return isinstance(error, redis.ResponseError) and "bulk length" in str(error)
 
 
 def _is_older(tokens: Partial, version: int) -> bool:

@@ -12,6 +12,7 @@ def ends_engine(error: Exception, engine: Engine) -> bool:
     """Return whether *error* ends the part of *engine* in its job.
 
     It does if the engine has stopped, or the job's Redis server cannot be used. Whatever else goes wrong concerns one
-    rollout or one weight version, which another engine, or this one after a restart, would fail with again.
+    rollout or one weight version, which another engine, or this one after a restart, would fail with again. Only if
+    rollouts of many requests fail in a row, the executor of rollouts ends the engine's part nevertheless.
     """
     return engine.stopped or (isinstance(error, redis.RedisError) and concerns_server(error))

@@ -149,7 +149,7 @@ class EngineMonitor:
         self._speculation_cutoff = speculation_cutoff
         self._not_paying_since: float | None = None
         self._has_failed = False
-        """Whether the statistics could not be read once, which is logged."""
+        """Whether the statistics could not be read the last time; only the first of several failures is logged."""
 
     async def run(self) -> None:
         """Read the engine's statistics periodically, until cancelled.
@@ -160,12 +160,15 @@ class EngineMonitor:
         while True:
             await asyncio.sleep(ENGINE_STATS_INTERVAL_S)
             stats = await self._read_stats()
+            if stats is None:  # the last ones stay, because counters that begin anew would be counted twice
+                continue
             self._report.counters |= counters_of(stats)
             self._report.labeled_counters = stats.get("labeled_counters", {})
             if "timed_seconds" in stats and not self._report.draining:
                 self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_disabled"]))
 
-    async def _read_stats(self) -> dict[str, Any]:
+    async def _read_stats(self) -> dict[str, Any] | None:
+        """Return the engine's statistics; None if they cannot be read although the engine runs."""
         started = time.monotonic()
         reading = asyncio.ensure_future(self._engine.stats())
         try:
@@ -174,14 +177,16 @@ class EngineMonitor:
                 if (waited := time.monotonic() - started) >= limit:
                     raise EngineError(f"the engine hangs: it has not answered for {waited:.0f} s")
             try:
-                return await reading
+                stats = await reading
             except Exception as error:
                 if self._engine.stopped:
                     raise
                 if not self._has_failed:  # a fault of the drafter must not end the engine
                     logger.warning("Cannot read the statistics of engine %s: %s", self._report.name, error)
                 self._has_failed = True
-                return {}
+                return None
+            self._has_failed = False
+            return stats
         finally:
             reading.cancel()
 

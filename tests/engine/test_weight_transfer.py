@@ -140,8 +140,11 @@ def test_weights_that_are_not_finite_are_refused_or_named(
     # The engine cannot return to weights that came from a trainer's memory, too.
     engine.loop.run(transfer(engine.engine, models[1], 2))
     engine.loop.run(transfer(engine.engine, diverged, 3))
-    with pytest.raises(UnusableOutputError, match="weight version 3 must have values that are NaN"):
-        engine.sample([PROMPT], SAMPLING)
+    for logprobs in (True, False):
+        with pytest.raises(
+            UnusableOutputError, match=r"weight version 3 cannot be used: .*down_proj.weight has values"
+        ):
+            engine.sample([PROMPT], SAMPLING.model_copy(update={"logprobs": logprobs}))
     engine.loop.run(transfer(engine.engine, models[1], 4))
     check(engine, models[1], 4)
 

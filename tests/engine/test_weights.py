@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
 from rollout_store.job.engines import EngineError
+from rollout_store.models.model_source import ModelError
 from rollout_worker.engine import weight_loading
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult, UnusableOutputError
 from rollout_worker.engine.vllm_patches import is_finite
-from rollout_worker.engine.weight_loading import check_checkpoint
+from rollout_worker.engine.weight_loading import check_checkpoint, check_finite
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, accepted_share
@@ -278,6 +279,9 @@ def map_norm_to(file: Any) -> Corruption:
         (map_norm_to(["model.safetensors"]), "must map 'model.norm.weight' to the name of a file in this directory"),
         (map_norm_to(7), "to the name of a file in this directory, not to 7"),
         (map_norm_to("../other/model.safetensors"), "to the name of a file in this directory"),
+        (map_norm_to("./model.safetensors"), "to the name of a file in this directory"),
+        (map_norm_to(".."), "to the name of a file in this directory"),
+        (map_norm_to(""), "to the name of a file in this directory"),
         (write_index(b"[]"), "index.json has no weight_map"),
         (write_index(b'{"weight_map": []}'), "index.json has no weight_map"),
         (write_index(b"[" * 100_000), "index.json cannot be read: maximum recursion depth"),
@@ -308,6 +312,18 @@ def test_weights_of_another_float_data_type_are_accepted(tmp_path: Path, other: 
     check_checkpoint(half, other)
 
 
+def test_values_that_are_not_finite_in_the_model_are_accepted(tmp_path: Path, other: Path) -> None:
+    masked, diverged = (Path(shutil.copytree(other, tmp_path / name)) for name in ("masked", "diverged"))
+    set_value("model.norm.weight", -math.inf)(masked)
+    set_value("model.norm.weight", -math.inf)(diverged)
+    set_value("model.layers.1.mlp.down_proj.weight", -math.inf)(diverged)
+    check_finite(masked, [masked / "model.safetensors"], masked)
+    with pytest.raises(ModelError, match=r"model.norm.weight in model.safetensors has values"):
+        check_finite(masked, [masked / "model.safetensors"], other)
+    with pytest.raises(ModelError, match=r"down_proj.weight in model.safetensors has values"):
+        check_finite(diverged, [diverged / "model.safetensors"], masked)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_only_values_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
     largest = torch.full((5, 1000), torch.finfo(dtype).max, dtype=dtype)
@@ -315,9 +331,12 @@ def test_only_values_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
     for value in (math.nan, math.inf, -math.inf):
         largest[3, 400] = value
         assert not is_finite(largest)
+    assert is_finite(torch.tensor(1, dtype=dtype))
+    assert not is_finite(torch.tensor(math.nan, dtype=dtype))
     assert is_finite(torch.ones(3, dtype=torch.int8))
     assert is_finite(torch.ones(3).to(torch.float8_e4m3fn))
-    assert is_finite(torch.ones(0, dtype=dtype))
+    for shape in (0, (3, 0), (0, 3)):
+        assert is_finite(torch.ones(shape, dtype=dtype))
 
 
 def test_rollouts_of_weights_with_which_the_model_overflows_name_the_version(

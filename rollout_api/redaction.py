@@ -18,6 +18,8 @@ _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://(?:[^\s\"`@/]{1
 _SECRET_SHAPES = re.compile(
     r"""
       (?P<scheme>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}
+    | (?P<directive>(?:^|["'>]|\bSET\b|\bsentinel\b)[ \t]*(?:requirepass|masterauth|auth-pass[ \t]+\S+)[ \t]+)
+      (?:"[^"\n]*"|[^\s:='"]+)                                # Redis and its Sentinels
     | \bhf_[A-Za-z0-9]{16,}                                   # Hugging Face
     | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w{20,}     # GitHub
     | \b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}                       # OpenAI and others
@@ -26,8 +28,12 @@ _SECRET_SHAPES = re.compile(
     | (?<![\w-])eyJ[\w-]{8,8192}\.[\w-]{8,}\.[\w-]*          # JSON web tokens, as of ServiceAccounts
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     """,
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
+_PASSWORD_RULE = re.compile(
+    r"""(?P<rules>\b(?:user|SETUSER)[ \t]+\S{1,256}[ \t]+(?:on|off|reset)[ \t][^\n>]{0,256}(?<![^\s"']))>[^\s"']+"""
+)
+"""A user of Redis with the rules of its ACL up to the first password."""
 _NAME = re.compile(
     r"""
     (?<![\w.-]) (?P<option>--)? (?P<name>[A-Za-z_][\w.-]*)
@@ -101,7 +107,8 @@ class Redactor:
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = _URL.sub(lambda url: without_password(url[0]), text)
-        text = _SECRET_SHAPES.sub(lambda found: (found["scheme"] or "") + HIDDEN, text)
+        text = _SECRET_SHAPES.sub(lambda found: (found["scheme"] or found["directive"] or "") + HIDDEN, text)
+        text = _PASSWORD_RULE.sub(lambda found: f"{found['rules']}>{HIDDEN}", text)
         return _without_values(text)
 
     def value(self, value: Any) -> Any:

@@ -1,9 +1,12 @@
-"""Refuses bodies of requests whose texts cannot be encoded."""
+"""Checks the bodies of requests before anything else reads them."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import re
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -11,62 +14,211 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_api.manifest.structured_outputs import is_encodable
+from rollout_server.access import error_response
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""What a JSON text contains that has a surrogate, paired or not."""
+_MAX_VALUES = 4 * 2**20
+"""Number of values in a body: Python needs 40 to 80 bytes for each, and a body of 64 MiB could have 20 million."""
+_MAX_DEPTH = 100
+"""Number of objects and lists within each other. Validation, templates and messages to the job are recursive."""
+_MAX_PROMPTS = 4096
+"""Number of prompts of one request, each of which becomes a request to the job."""
+_INTEGERS = range(-(2**63), 2**64)
+"""Integers that messages to the job can have."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_TEXT_FIELDS = frozenset({"prompt", "text", "content", "input", "instructions", "system"})
+"""Fields with a part of a prompt as text."""
+_OBJECTS = ("structured_outputs", "response_format", "stream_options", "chat_template_kwargs", "logit_bias", "vllm_xargs")
+"""Fields that are objects on every route. vLLM's server reads some of them before it checks their types."""
+_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Arguments of a tokenizer's ``apply_chat_template`` that its template reads."""
+
+_GUIDED_PREFIX = "guided_"
+_GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+"""Fields of ``structured_outputs`` that had this prefix and were fields of the body."""
 
 
-def unpaired_surrogate(value: Any) -> str | None:
-    """Return the place of a text or name in a JSON value that has an unpaired surrogate; None if there is none."""
-    waiting = [("", value)]
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, str) and not is_encodable(value):
-            return place or "body"
-        if isinstance(value, dict):
-            if not all(map(is_encodable, value)):
-                return place or "body"
-            waiting += [(f"{place}.{name}" if place else name, one) for name, one in reversed(value.items())]
-        elif isinstance(value, list):
-            waiting += [(f"{place}[{index}]", one) for index, one in reversed([*enumerate(value)])]
-    return None
+class BodyError(ValueError):
+    """A body cannot be used; ``parameter`` is the place of what is wrong, if it has one."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(f"{parameter or 'body'}: {message}")
+        self.parameter = parameter or None
 
 
 class BodyCheckMiddleware:
-    """ASGI middleware that refuses JSON with an unpaired surrogate, such as ``"\\\\ud83d"``, which is not Unicode.
+    """ASGI middleware that refuses bodies which vLLM's server could not process, or only with gigabytes of memory.
 
-    Python reads such a text, but neither Redis nor a tokenizer accepts it. Models write one if a client cuts an emoji.
+    A body is a JSON object. It also replaces ``guided_json`` and its like by ``structured_outputs``, because vLLM's
+    server would ignore them, so that the responses would not be constrained.
+
+    Args:
+        app: the application.
+        max_characters: number of characters above which a text has more tokens than a prompt may have.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_characters: int) -> None:
+        self._app, self._max_characters = app, max_characters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request."""
-        parts: list[bytes] = []
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _read_body(receive)
+            if body is None:
+                return
+            if body:
+                body = checked_body(body, self._max_characters)
+        except HTTPException as error:  # the body is too large
+            await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
+            return
+        except BodyError as error:
+            await error_response(HTTPStatus.BAD_REQUEST, str(error), error.parameter)(scope, receive, send)
+            return
+        waiting = [body]
+        del body  # vLLM's server has it once more
 
         async def receive_checked() -> Message:
-            message = await receive()
-            if message["type"] == "http.request":
-                parts.append(message.get("body", b""))
-                if not message.get("more_body"):
-                    _check(b"".join(parts))
-                    parts.clear()
-            return message
+            if waiting:
+                return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+            return await receive()
 
-        await self._app(scope, receive_checked if scope["type"] == "http" else receive, send)
+        await self._app(scope, receive_checked, send)
 
 
-def _check(body: bytes) -> None:
-    """Raise the error of a body with an unpaired surrogate."""
-    if not _SURROGATE.search(body):
-        return
+async def _read_body(receive: Receive) -> bytes | None:
+    """Return the body of a request; None if its client has disconnected."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def checked_body(body: bytes, max_characters: int) -> bytes:
+    """Return a body that vLLM's server can process.
+
+    Raises:
+        BodyError: it is not a JSON object, or has a value that cannot be processed.
+    """
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
+        rest = _STRING.sub(b"", body)
+        if rest.count(b",") + rest.count(b"[") + rest.count(b"{") > _MAX_VALUES:
+            raise BodyError("", f"it has more than {_MAX_VALUES} values; send several requests")
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return  # the endpoint says what is wrong with it
-    if (place := unpaired_surrogate(value)) is not None:
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST,
-            f"{place}: the text has an unpaired surrogate, so it is not Unicode; send whole characters",
+        fields = json.loads(body)
+    except RecursionError:
+        raise _too_deep("") from None
+    except ValueError as error:
+        raise BodyError("", f"it is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BodyError("", f"it must be a JSON object, but is {_kind(fields)}")
+    for name in _OBJECTS:
+        if (value := fields.get(name)) is not None and not isinstance(value, dict):
+            raise BodyError(name, f"it must be a JSON object, but is {_kind(value)}")
+    _check_values(fields, max_characters)
+    _check_prompts(fields)
+    return json.dumps(fields).encode() if _replace_guided_fields(fields) else body
+
+
+def _check_values(fields: dict[str, Any], max_characters: int) -> None:
+    waiting: list[tuple[str, str, Any, int]] = [("", "", fields, 1)]
+    while waiting:
+        place, name, value, depth = waiting.pop()
+        if isinstance(value, dict | list):
+            if depth > _MAX_DEPTH:
+                raise _too_deep(place)
+            if isinstance(value, dict):
+                if not all(map(is_encodable, value)):
+                    raise _not_unicode(place)
+                waiting += [
+                    (f"{place}.{key}" if place else key, key, one, depth + 1)
+                    for key, one in reversed(value.items())
+                    if one is not None and not isinstance(one, bool)
+                ]
+            elif value and set(map(type, value)) == {int}:  # tokens, of which there may be millions
+                for number in (min(value), max(value)):
+                    if number not in _INTEGERS:
+                        raise _not_a_number(f"{place}[{value.index(number)}]")
+            else:
+                waiting += [(f"{place}[{index}]", name, one, depth + 1) for index, one in reversed([*enumerate(value)])]
+        elif isinstance(value, str):
+            if not is_encodable(value):
+                raise _not_unicode(place)
+            if name in _TEXT_FIELDS and len(value) > max_characters and not value.startswith("data:"):
+                raise BodyError(place, text_is_too_long(len(value), max_characters))
+        elif (isinstance(value, float) and not math.isfinite(value)) or (
+            isinstance(value, int) and value not in _INTEGERS
+        ):
+            raise _not_a_number(place)
+
+
+def text_is_too_long(length: int, max_characters: int) -> str:
+    """Return what is wrong with a text that has more characters than a prompt can have."""
+    return (
+        f"the text has {length} characters, but a prompt has at most {max_characters}: the job's engine.maxModelLen "
+        "times the characters of the longest token; shorten it"
+    )
+
+
+def _check_prompts(fields: dict[str, Any]) -> None:
+    """Check the number of prompts, and what is passed to the template of each.
+
+    Raises:
+        BodyError: there are too many, or an argument is not the template's.
+    """
+    for name in ("prompt", "messages"):
+        prompts = fields.get(name)
+        if isinstance(prompts, list) and len(prompts) > _MAX_PROMPTS and isinstance(prompts[0], list | str):
+            raise BodyError(name, f"a request has at most {_MAX_PROMPTS} prompts; send several requests")
+    arguments = fields.get("chat_template_kwargs")
+    if isinstance(arguments, dict) and (wrong := arguments.keys() & _tokenizer_arguments()):
+        raise BodyError(
+            f"chat_template_kwargs.{min(wrong)}",
+            "this is an argument of the tokenizer, not of the template; remove it",
         )
+
+
+@cache
+def _tokenizer_arguments() -> frozenset[str]:
+    """Return the arguments of ``apply_chat_template`` that are none of the template, such as one that adds padding."""
+    from transformers import PreTrainedTokenizerBase
+
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(parameters) - _TEMPLATE_ARGUMENTS
+
+
+def _replace_guided_fields(fields: dict[str, Any]) -> bool:
+    """Move fields that vLLM has removed to ``structured_outputs``, and return whether there were any."""
+    given = {name: fields[_GUIDED_PREFIX + name] for name in _GUIDED_FIELDS if _GUIDED_PREFIX + name in fields}
+    constraints = {name: value for name, value in given.items() if value is not None}
+    if not constraints:
+        return False
+    for name in given:
+        del fields[_GUIDED_PREFIX + name]
+    # If there are several constraints, vLLM's server refuses the request.
+    fields["structured_outputs"] = (fields.get("structured_outputs") or {}) | constraints
+    return True
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else "a number"
+
+
+def _too_deep(place: str) -> BodyError:
+    # The whole place would be as deep.
+    return BodyError(place.partition(".")[0].partition("[")[0], f"objects and lists are nested more than {_MAX_DEPTH} deep")
+
+
+def _not_unicode(place: str) -> BodyError:
+    return BodyError(place, "the text has an unpaired surrogate, so it is not Unicode; send whole characters")
+
+
+def _not_a_number(place: str) -> BodyError:
+    return BodyError(place, "the number is not finite, or an integer has more than 64 bits")

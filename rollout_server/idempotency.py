@@ -8,7 +8,6 @@ import logging
 from hashlib import blake2b
 from http import HTTPStatus
 
-from fastapi import HTTPException
 from starlette.datastructures import URL
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,8 +45,8 @@ class IdempotencyMiddleware:
     """ASGI middleware that answers requests whose ``Idempotency-Key`` belongs to another request with an error.
 
     A key belongs to a request as long as the job keeps its rollouts. If no rollout is sampled because the request is
-    invalid, it does not get the key. :class:`~rollout_server.request_context.RequestContextMiddleware` must be outside
-    of it.
+    invalid, it does not get the key. :class:`~rollout_server.request_context.RequestContextMiddleware` and
+    :class:`~rollout_server.body_check.BodyCheckMiddleware` must be outside of it.
     """
 
     def __init__(self, app: ASGIApp, client: RequestClient) -> None:
@@ -59,13 +58,11 @@ class IdempotencyMiddleware:
         if not key:
             await self._app(scope, receive, send)
             return
-        try:
-            body = await _read_body(receive)
-        except HTTPException as error:
-            await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
+        # BodyCheckMiddleware, outside of this one, has read the body as a whole.
+        message = await receive()
+        if message["type"] == "http.disconnect":
             return
-        if body is None:
-            return
+        body = message.get("body", b"")
         keys, url = self._client.idempotency_keys, URL(scope=scope)
         own = fingerprint(f"{url.path}?{url.query}", current_context().headers, body)
         try:
@@ -115,18 +112,6 @@ class _Exchange:
             self._started_status = message["status"]
         elif message["type"] == "http.response.body" and not message.get("more_body") and self._is_connected:
             self.status = self._started_status
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if its client has disconnected."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 async def _update(keys: IdempotencyKeys, key: str, exchange: _Exchange, *, is_new: bool) -> None:

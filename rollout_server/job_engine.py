@@ -7,14 +7,17 @@ from copy import copy
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TextPrompt
 from vllm.lora.request import LoRARequest
-from vllm.renderers import renderer_from_config
+from vllm.renderers import TokenizeParams, renderer_from_config
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollout_api.client.request_client import RequestClient
+from rollout_server.body_check import text_is_too_long
 from rollout_server.conversations import Conversations, PrefixSource
 from rollout_server.engine_core import Group, JobEngineCore, client_trajectory, http_errors
 from rollout_server.images import keep_sources, take_source
@@ -48,6 +51,9 @@ class JobEngine(AsyncLLM):
         self.observability_config = vllm_config.observability_config
         self.log_requests = self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
+        self.max_prompt_characters = vllm_config.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
+        """Number of characters above which a text has more tokens than a prompt may have."""
+        self._limit_texts()
         keep_sources(self.renderer, client)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.admission_stats = self.logger_manager = self.profiler = None
@@ -62,6 +68,30 @@ class JobEngine(AsyncLLM):
             client, self.output_processor, reported_draft_length, engines_find_reasoning=engines_find_reasoning
         )
         self.output_handler: asyncio.Task[None] | None = None
+
+    def _limit_texts(self) -> None:
+        """Let the renderer refuse texts that no prompt can have, which vLLM tokenizes for ``/tokenize`` or to cut them.
+
+        A template may have made a text longer than the messages are.
+        """
+        tokenize = self.renderer._tokenize_prompt_async
+
+        async def tokenize_if_short(prompt: Any, params: TokenizeParams) -> Any:
+            if (length := len(prompt["prompt"])) > self.max_prompt_characters:
+                raise VLLMValidationError(text_is_too_long(length, self.max_prompt_characters), parameter="prompt")
+            return await tokenize(prompt, params)
+
+        self.renderer._tokenize_prompt_async = tokenize_if_short
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, which a thread makes of its text.
+
+        Raises:
+            VLLMValidationError: the prompt is too long.
+        """
+        params = TokenizeParams(max_total_tokens=self.model_config.max_model_len)
+        tokenized = await self.renderer.tokenize_prompt_async(TextPrompt(prompt=text), params)
+        return list(tokenized["prompt_token_ids"])
 
     def __del__(self) -> None:
         """Do nothing: whoever has created the engine calls :meth:`shutdown`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,8 @@ PREFIX_HEADER = "X-Rollout-Prefix"
 """Response header of conversations: where the tokens before the last messages come from; see
 :class:`~rollout_server.conversations.PrefixSource`."""
 _HEADER_PREFIX = "x-rollout-"
+_INTEGERS = range(-(2**63), 2**63)
+"""Integers that messages to the job and its history can have."""
 
 
 class ContextError(ValueError):
@@ -102,13 +105,17 @@ def _text(value: Any) -> str:
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError
-    return int(value)
+    if (number := int(value)) not in _INTEGERS:
+        raise ValueError
+    return number
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError
-    return float(value)
+    if not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
 
 
 def _header_text(value: str) -> str:
@@ -122,12 +129,12 @@ def _header_text(value: str) -> str:
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "problem": ("problem_id", _text, "a text that is not empty"),
     "trajectory": ("trajectory_id", _text, "a text that is not empty"),
-    "turn": ("turn", _integer, "an integer"),
+    "turn": ("turn", _integer, "an integer of at most 64 bits"),
     "purpose": ("purpose", Purpose, f"one of {', '.join(Purpose)}"),
-    "step": ("step", _integer, "an integer"),
-    "priority": ("priority", _integer, "an integer"),
-    "weight_version": ("weight_version", _integer, "an integer"),
-    "deadline_seconds": ("deadline_seconds", _number, "a number"),
+    "step": ("step", _integer, "an integer of at most 64 bits"),
+    "priority": ("priority", _integer, "an integer of at most 64 bits"),
+    "weight_version": ("weight_version", _integer, "an integer of at most 64 bits"),
+    "deadline_seconds": ("deadline_seconds", _number, "a finite number"),
     "drafts": ("draft_mode", DraftMode, f"one of {', '.join(DraftMode)}"),
 }
 """Name in a request → field of :class:`RolloutFields`, what reads its value, and what the value must be."""

@@ -6,20 +6,23 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
 from rollout_api.manifest.rollout_job import RolloutJobSpec
 from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_server.access import error_response
 from rollout_server.body_check import BodyCheckMiddleware
-from rollout_server.guided_fields import GuidedFieldsMiddleware
+from rollout_server.http_protocol import LimitedProtocol, max_connections
 from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 from rollout_worker.engine.vllm_version import check_vllm
@@ -123,9 +126,11 @@ async def build_app(
     os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
     _refuse_full_prompts()
+    for kind in (AttributeError, LookupError, AssertionError, RecursionError):
+        app.add_exception_handler(kind, _answer_invalid_body)
     app.state.request_client = client
     ConversationChat.adopt(app.state.openai_serving_chat, engine.conversations)
-    sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
+    sglang, trainers = SglangApi(client, engine), TrainerApi(client, engine, app)
     for api in (sglang, trainers):
         app.include_router(api.router())
 
@@ -139,6 +144,15 @@ async def build_app(
         if getattr(serving, "override_max_tokens", None) is not None:
             serving.override_max_tokens = None
     return app
+
+
+async def _answer_invalid_body(request: Request, error: Exception) -> Response:
+    """Answer a request whose body has made a validator of vLLM fail: it expects a type that it does not check."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(frame.name == "request_body_to_args" for frame in frames):
+        raise error
+    message = f"body: a field has another type than the API's ({type(error).__name__}: {error})"
+    return error_response(HTTPStatus.BAD_REQUEST, message)
 
 
 def _refuse_full_prompts() -> None:
@@ -251,6 +265,7 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
         port=port,
         log_level="info",
         access_log=False,
+        http=LimitedProtocol.with_limit(max_connections()),
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
         **settings,
@@ -265,5 +280,6 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
 
 def as_asgi(app: FastAPI) -> ASGIApp:
     """Return the application with the middleware that reads what requests say about their rollouts."""
-    checked = BodyCheckMiddleware(GuidedFieldsMiddleware(app))
-    return RequestContextMiddleware(IdempotencyMiddleware(checked, app.state.request_client))
+    state = app.state
+    idempotent = IdempotencyMiddleware(app, state.request_client)
+    return BodyCheckMiddleware(RequestContextMiddleware(idempotent), state.engine_client.max_prompt_characters)

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import copy
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
 from rollout_server.engine_core import http_error, http_errors, prepare_request, raise_if_failed
+from rollout_server.job_engine import JobEngine
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 from rollout_server.trainer_api import PUBLISH_TIMEOUT_S
 
@@ -138,13 +139,13 @@ class _Running:
 class SglangApi:
     """The endpoints for one job.
 
-    *end_tokens* are the tokens with which the model ends a response.
+    *engine* is what vLLM's server has as its engine.
     """
 
-    def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:
-        self._client, self._end_tokens = client, end_tokens
+    def __init__(self, client: RequestClient, engine: JobEngine) -> None:
+        self._client, self._engine = client, engine
         # A tokenizer may only be used by one thread at a time, and vLLM's server uses its own in threads.
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer = copy.deepcopy(engine.get_tokenizer())
         self._running: dict[str, _Running] = {}
 
     def router(self) -> APIRouter:
@@ -224,7 +225,7 @@ class SglangApi:
     async def generate(self, body: GenerateRequest, raw_request: Request) -> Response:
         """Sample one rollout."""
         context = current_context()
-        prompt_tokens = self._prompt_tokens(body)
+        prompt_tokens = await self._prompt_tokens(body)
         try:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
@@ -271,12 +272,10 @@ class SglangApi:
             meta["routed_experts"] = _int32(routed_experts_array(rollout.routed_experts))
         return JSONResponse(self._reply(body, rollout.since(0), rollout.finish_reason, meta))
 
-    def _prompt_tokens(self, body: GenerateRequest) -> Sequence[int]:
+    async def _prompt_tokens(self, body: GenerateRequest) -> Sequence[int]:
         if (body.input_ids is None) == (body.text is None):
             raise VLLMValidationError("a request has either input_ids or text; pass one of them", parameter="input_ids")
-        if body.input_ids is not None:
-            return body.input_ids
-        return list(self._tokenizer.encode(body.text))
+        return body.input_ids if body.text is None else await self._engine.tokenize(body.text)
 
     def _reply(self, body: GenerateRequest, tokens: Partial, end: FinishReason, meta: dict[str, Any]) -> dict[str, Any]:
         """Return SGLang's response for these tokens."""
@@ -307,7 +306,7 @@ class SglangApi:
             ignores_eos = defaults["ignore_eos"] if settings.ignore_eos is None else settings.ignore_eos
             end_tokens = set(settings.stop_token_ids or defaults["stop_token_ids"])
             if not ignores_eos:
-                end_tokens |= self._end_tokens
+                end_tokens |= self._engine.end_tokens
             if token_ids[-1] in end_tokens:
                 matched = token_ids[-1]
         text: str = self._tokenizer.decode(

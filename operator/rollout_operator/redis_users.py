@@ -232,11 +232,30 @@ class RedisUserManager:
                     self._last_cleanup = now
                     await self.remove_unused(namespaces)
             except (ApiError, redis.RedisError, OSError) as error:
-                logger.warning("Creating users failed and is retried: %s: %s", type(error).__name__, error)
+                if isinstance(error, redis.ResponseError) and str(error).startswith("BUSY "):
+                    await self._end_script()
+                else:
+                    logger.warning("Creating users failed and is retried: %s: %s", type(error).__name__, error)
             try:
                 await asyncio.wait_for(self._changed.wait(), _CHECK_INTERVAL_S)
             except TimeoutError:
                 continue
+
+    async def _end_script(self) -> None:
+        """End the script that blocks the server for all jobs.
+
+        The users of jobs may run scripts, and one that does not end would otherwise block the server for ever. The
+        server says that it is busy after its ``busy-reply-threshold``, by default five seconds; the project's own
+        scripts take milliseconds.
+        """
+        try:
+            await self._server.script_kill()
+            logger.warning("Ended a script that had blocked the Redis server for all jobs.")
+        except redis.ResponseError as error:
+            if not str(error).startswith("NOTBUSY"):
+                logger.error("A script blocks the Redis server for all jobs and cannot be ended: %s", error)
+        except (redis.RedisError, OSError) as error:
+            logger.warning("Ending a script failed and is retried: %s: %s", type(error).__name__, error)
 
     async def create_missing(self) -> None:
         """Create the users and Secrets that are missing; after a restart of the server, all users."""

@@ -23,6 +23,8 @@ _INTERVAL_S = 1.0
 """Time between two checks of the job's state."""
 _COORDINATOR_GRACE_S = 5.0
 """Time without a coordinator after which it is logged that the client waits for one."""
+_GONE_GRACE_S = 5.0
+"""Time without any record of the job in Redis after which its requests fail."""
 _POLL_INTERVAL_S = 0.05
 _MAX_LISTED_ENGINES = 5
 
@@ -45,6 +47,7 @@ class JobMonitor:
         self._job_name, self._results = job_name, results
         self._last_status = time.monotonic()
         self._last_log = 0.0
+        self._gone_since: float | None = None
 
     async def run(self) -> None:
         """Check the job until this task is cancelled."""
@@ -77,7 +80,11 @@ class JobMonitor:
                 f"{name} is another job now (uid {uid.decode()}, was {self._job.uid}); connect again and request the "
                 "missing rollouts from it"
             )
-        if state is None:
+        now = time.monotonic()
+        self._gone_since = None if state is not None else self._gone_since or now
+        if self._gone_since is not None:
+            if now - self._gone_since < _GONE_GRACE_S:
+                return None  # Redis may have lost its data in a restart, and the coordinator writes it again
             return JobEndedError(f"job {name} is gone from Redis, and its requests with it")
         return ended_error(name, state, reason)
 

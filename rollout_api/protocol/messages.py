@@ -811,6 +811,8 @@ def decode(data: bytes) -> Message:
         raise
     except ValidationError as invalid:
         raise CodecError(f"{kind}: {first_error(invalid, model)}") from None
+    except RecursionError:
+        raise CodecError(f"{kind}: it is nested too deeply") from None
     except (TypeError, KeyError, ValueError, OverflowError, struct.error) as error:
         raise CodecError(f"{kind}: malformed field: {error}") from None
 

@@ -20,7 +20,7 @@ from redis.retry import Retry
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address, without_password
 from rollout_api.redis_client.cluster import Cluster
 from rollout_api.redis_client.pipelined import PipelinedRedis
-from rollout_api.redis_client.retry import is_out_of_memory, is_transient
+from rollout_api.redis_client.retry import is_out_of_memory, is_refused, is_transient
 from rollout_api.redis_client.sentinel import ASYNCHRONOUS, SYNCHRONOUS, server_pool
 
 # redis-py repeats the handshake of a connection within each retry of a command, so a server that accepts connections
@@ -91,7 +91,7 @@ def explain_error(error: redis.RedisError, url: str) -> RedisUnusableError:
     """Return an error that tells a person what *error* means and what to do."""
     server = f"Redis at {without_password(url)}"
     text = str(error).rstrip(".")
-    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+    if is_refused(error):
         return RedisUnusableError(f"{server} refused the user name or password: {text}; correct them in the URL")
     if isinstance(error, redis.exceptions.NoPermissionError):
         return RedisUnusableError(f"{server} denies this user a command: {text}; extend its ACL")

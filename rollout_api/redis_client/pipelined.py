@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import hiredis
@@ -20,6 +20,17 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 
 _INCOMPLETE = object()
 """The parser returns this while it has no complete reply."""
+
+
+@contextlib.contextmanager
+def _connection_errors() -> Iterator[None]:
+    """Raise a connection error where uvloop raises RuntimeError: for a connection that the other side has closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "closed" not in str(error):
+            raise
+        raise redis.ConnectionError(f"the connection was closed ({error})") from error
 
 
 class _Command(NamedTuple):
@@ -69,8 +80,14 @@ class PipelinedConnection(asyncio.Protocol):
         Raises:
             redis.RedisError: the server cannot be reached, or refuses the user.
         """
-        connection = await pool.get_connection()
-        return cls(pool, connection)
+        with _connection_errors():
+            connection = await pool.get_connection()
+            try:
+                return cls(pool, connection)
+            except BaseException:
+                await connection.disconnect(nowait=True)
+                await pool.release(connection)
+                raise
 
     @property
     def is_writable(self) -> bool:
@@ -126,7 +143,11 @@ class PipelinedConnection(asyncio.Protocol):
         if not commands:
             return
         self._in_flight += commands
-        self._transport.writelines([chunk for command in commands for chunk in command.chunks])
+        try:
+            self._transport.writelines([chunk for command in commands for chunk in command.chunks])
+        except RuntimeError as error:  # see _connection_errors
+            self.abort(redis.ConnectionError(f"the connection was closed ({error})"))
+            return
         if self._timer is None:
             self._start_timer()
 
@@ -261,7 +282,9 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """Return a transaction, or a batch of commands; see :class:`redis.asyncio.Redis`."""
-        return super().pipeline(transaction, shard_hint) if transaction else _Batch(self)
+        if not transaction:
+            return _Batch(self)
+        return _Transaction(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections; see :class:`redis.asyncio.Redis`."""
@@ -342,6 +365,15 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     def _keep_blocking(self, connection: PipelinedConnection) -> None:
         (self._blocking if connection.is_usable else self._failed).append(connection)
+
+
+class _Transaction(Pipeline):
+    """A transaction, which has a connection of its own."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Execute the commands; see :class:`redis.asyncio.client.Pipeline`."""
+        with _connection_errors():
+            return await super().execute(raise_on_error)
 
 
 class _Batch(Pipeline):

@@ -25,15 +25,21 @@ long if the address is wrong.
 """
 MAX_OUTAGE_S = 7.0
 """Seconds that :func:`retry` bridges: a hiccup is survived, and a user still gets an error within 10 s."""
+MAX_REFUSAL_S = 180.0
+"""Seconds that a server which has answered before may refuse the user. After a failover, the new primary may lack the
+job's user until whoever manages the users has created it there.
+"""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _SYNC_PAUSE_S = 0.2
 _LOG_INTERVAL_S = 10.0
 
 _IN_PIPELINE = r"(?:.* caused error: )?"
 """Errors of a pipeline begin with the command."""
-_TRANSIENT_CODES = re.compile(rf"{_IN_PIPELINE}(BUSY|MISCONF|NOREPLICAS|UNBLOCKED) ", re.DOTALL)
-"""Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected, or
-the server has become a replica while a command waited for data.
+_TRANSIENT_CODES = re.compile(
+    rf"{_IN_PIPELINE}(BUSY |MISCONF |NOREPLICAS |UNBLOCKED |Script killed by user)", re.DOTALL
+)
+"""Error codes without a class in redis-py: a script is running or was ended, the disk is full, too few replicas are
+connected, or the server has become a replica while a command waited for data.
 """
 _IN_TRANSACTION = re.compile(rf"{_IN_PIPELINE}Transaction discarded because of: ([A-Z]+) ", re.DOTALL)
 """Code of the error for which a transaction was refused when it was to be executed."""
@@ -58,14 +64,18 @@ def is_transient(error: redis.RedisError) -> bool:
         return True
     if isinstance(error, redis.exceptions.ExecAbortError):
         return _refusal_of_transaction(error) in _TRANSIENT_IN_TRANSACTION
-    refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
     unreachable = (
         redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError | redis.exceptions.InvalidResponse
     )
     # ClusterError means that a slot's nodes redirected to each other for too long. MOVED is not transient: it only
     # occurs here if a node of a cluster is used as if it were a single server.
     on_cluster = redis.exceptions.ClusterError | redis.exceptions.TryAgainError
-    return isinstance(error, unreachable | on_cluster) and not isinstance(error, refused)
+    return isinstance(error, unreachable | on_cluster) and not is_refused(error)
+
+
+def is_refused(error: redis.RedisError) -> bool:
+    """Return whether the server refused the user name or password."""
+    return isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError)
 
 
 def is_out_of_memory(error: redis.RedisError) -> bool:
@@ -81,8 +91,8 @@ def _refusal_of_transaction(error: redis.RedisError) -> str:
 
 def concerns_server(error: redis.RedisError) -> bool:
     """Return whether *error* is about the server or this user's access to it, not about the keys of one command."""
-    refused = redis.exceptions.NoPermissionError | redis.AuthenticationError | redis.exceptions.AuthorizationError
-    return is_transient(error) or is_out_of_memory(error) or isinstance(error, refused)
+    is_forbidden = isinstance(error, redis.exceptions.NoPermissionError)
+    return is_transient(error) or is_out_of_memory(error) or is_refused(error) or is_forbidden
 
 
 class RetryPolicy:
@@ -94,6 +104,7 @@ class RetryPolicy:
         first_pause: seconds before the first retry; the pause doubles with each further one.
         max_pause: longest pause in seconds.
         log: whether to log, at most every ten seconds, that a command is being retried.
+        has_answered: whether the server has answered before, and may therefore refuse the user for a while.
     """
 
     def __init__(
@@ -104,10 +115,16 @@ class RetryPolicy:
         first_pause: float = _FIRST_PAUSE_S,
         max_pause: float = _MAX_PAUSE_S,
         log: bool = True,
+        has_answered: bool = False,
     ) -> None:
+        self._has_answered = has_answered
         self._max_outage, self._wait_while_full = max_outage, wait_while_full
         self._first_pause, self._max_pause = first_pause, max_pause
         self._next_log = 0.0 if log else math.inf
+
+    def record_answer(self) -> None:
+        """Record that the server has executed a command for this user."""
+        self._has_answered = True
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait before each retry, without end."""
@@ -131,6 +148,8 @@ class RetryPolicy:
         outage = time.monotonic() - failing_since
         if is_out_of_memory(error):
             retryable = self._wait_while_full
+        elif is_refused(error):
+            retryable = self._has_answered and outage <= min(self._max_outage, MAX_REFUSAL_S)
         else:
             retryable = is_transient(error) and outage <= self._max_outage
         if not retryable:
@@ -163,9 +182,12 @@ def retry(command: Callable[..., _Result], *args: Any, policy: RetryPolicy | Non
     started, pauses = time.monotonic(), policy.pauses()
     while True:
         try:
-            return command(*args)
+            result = command(*args)
         except redis.RedisError as error:
             policy.raise_unless_retryable(error, started)
+        else:
+            policy.record_answer()
+            return result
         time.sleep(next(pauses))
 
 
@@ -179,13 +201,16 @@ async def retry_async(
     Raises:
         redis.RedisError: an error that is not transient, or whatever *policy* raises.
     """
-    policy = policy or RetryPolicy()
+    policy = policy or RetryPolicy(has_answered=True)
     started, pauses = time.monotonic(), policy.pauses()
     while True:
         try:
-            return await command(*args)
+            result = await command(*args)
         except redis.RedisError as error:
             policy.raise_unless_retryable(error, started, action)
+        else:
+            policy.record_answer()
+            return result
         await asyncio.sleep(next(pauses))
 
 
@@ -203,7 +228,11 @@ class ClientRetryPolicy(RetryPolicy):
     def __init__(self, server: str, max_outage: float) -> None:
         super().__init__(max_outage=min(max_outage, FIRST_CONNECTION_S))
         self._server, self._max_outage_later = server, max_outage
-        self._has_answered = False
+
+    def record_answer(self) -> None:
+        """Record that the server has executed a command for this user; see :class:`RetryPolicy`."""
+        super().record_answer()
+        self._max_outage = self._max_outage_later
 
     async def run(self, command: Callable[[], Awaitable[_Result]], *, action: str) -> _Result:
         """Return the result of *command*, which performs *action*.
@@ -212,13 +241,7 @@ class ClientRetryPolicy(RetryPolicy):
             RedisUnreachableError: the server was unreachable for too long.
             RedisRefusedError: an error that is not transient.
         """
-
-        async def attempt() -> _Result:
-            result = await command()
-            self._has_answered, self._max_outage = True, self._max_outage_later
-            return result
-
-        return await retry_async(attempt, policy=self, action=action)
+        return await retry_async(command, policy=self, action=action)
 
     def _raise(self, error: redis.RedisError, outage: float, action: str) -> NoReturn:
         if not is_transient(error):
@@ -255,7 +278,7 @@ class ClientRetryPolicy(RetryPolicy):
 
 
 def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
-    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+    if is_refused(error):
         remedy = "correct the user name or password"
     elif isinstance(error, redis.exceptions.NoPermissionError):
         remedy = "extend the user's ACL"

@@ -143,7 +143,7 @@ class Coordinator:
         await self._orders.take_over()
         # Events up to here are not read, because their effects are in the data that is read from here on.
         await self._reader.reset()
-        await self._job_store.job.publish(self._job_name, self._description)
+        await self._job_store.job.publish(state.coordinator, self._job_name, self._description)
         state.closing = await self._job_store.job.is_closing()
         loss_counts = await self._job_store.assignments.loss_counts()
         state.queue.restore(loss_counts, await self._job_store.rollouts.partial_ids())
@@ -206,5 +206,5 @@ class Coordinator:
                 self._next_end_log = now + _END_LOG_INTERVAL_S
                 logger.info("The job is closed. It ends once %d rollouts or rewards are in the history.", unprocessed)
             return False
-        await self._job_store.job.set_closed()
+        await self._job_store.job.set_closed(self._state.coordinator)
         return True

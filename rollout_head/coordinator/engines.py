@@ -83,13 +83,13 @@ class Engines:
             state.requeue(request, sample)
 
     def apply_event(self, event: RolloutEvent) -> None:
-        """Record that a rollout has ended, or queue it again if its engine has returned it."""
+        """Record that a rollout has ended; if its engine has returned it, queue it again or end it as failed."""
         if event.returned_by is None:
             self._state.record_end(event)
             return
         request = self._state.requests.get(event.request_id)
         if request is not None and request.assigned.get(event.sample) == event.returned_by:
-            self._state.return_rollout(request, event.sample)
+            self._state.return_rollout(request, event.sample, event.failure)
 
 
 class Reconciliation:

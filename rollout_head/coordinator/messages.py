@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from rollout_api.protocol.messages import (
@@ -21,6 +22,8 @@ from rollout_head.coordinator.engines import Engines
 from rollout_head.coordinator.orders import EngineOrders
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_store.job import Entry, JobStore, RolloutEvent, Stream
+
+logger = logging.getLogger(__name__)
 
 
 class MessageReader:
@@ -73,7 +76,14 @@ class MessageReader:
         for stream, entries in found.items():
             self._cursors[stream] = entries[-1].entry_id
         for entry in found.get(Stream.EVENTS, []):
-            self._engines.apply_event(RolloutEvent.read(entry.fields))
+            try:
+                event = RolloutEvent.read(entry.fields)
+            except (KeyError, ValueError) as error:
+                logger.warning(
+                    "Event %s cannot be read and is skipped: %s: %s", entry.entry_id, type(error).__name__, error
+                )
+                continue
+            self._engines.apply_event(event)
         requests = found.get(Stream.REQUESTS, [])
         await self._admission.admit(requests)
         for entry in found.get(Stream.CONTROL, []):
@@ -107,7 +117,7 @@ class MessageReader:
         elif isinstance(message, Pause | Resume):
             await self._orders.pause(message.mode if isinstance(message, Pause) else None)
         else:
-            await self._job_store.job.set_closing()
+            await self._job_store.job.set_closing(self._state.coordinator)
             self._state.closing = True
             if self._state.pause_mode is not None:  # a paused job would never answer its requests
                 await self._orders.pause(None)

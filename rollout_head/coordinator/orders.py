@@ -49,20 +49,20 @@ class EngineOrders:
 
     async def publish_weights(self, update: WeightUpdate) -> None:
         """Record an update, and order the engines to load it."""
-        await self._job_store.job.set_weights(update)
+        await self._job_store.job.set_weights(self._state.coordinator, update)
         self._state.weights = await self._job_store.job.weights()
         await self._send_all(self._state.engines, Order.update_weights())
 
     async def init_transfer(self, group: InitWeightTransfer) -> None:
         """Record a trainer's group, and order the engines that are its members to join it."""
-        await self._job_store.job.set_transfer_group(group)
+        await self._job_store.job.set_transfer_group(self._state.coordinator, group)
         self._state.transfer_group = group
         members = [engine for engine in group.engines if engine in self._state.engines]
         await self._send_all(members, Order.init_transfer())
 
     async def pause(self, mode: PauseMode | None) -> None:
         """Record how the job is paused, None for not at all, and order the engines to follow."""
-        await self._job_store.job.set_pause(mode)
+        await self._job_store.job.set_pause(self._state.coordinator, mode)
         self._state.pause_mode = mode
         await self._send_all(self._state.engines, Order.update_pause())
 

@@ -246,10 +246,12 @@ class CoordinatorState:
         else:
             self.queue.add(request, [sample], self.groups.of(request))
 
-    def return_rollout(self, request: OpenRequest, sample: int) -> None:
-        """Queue a rollout again whose engine has returned it."""
+    def return_rollout(self, request: OpenRequest, sample: int, failure: str = "") -> None:
+        """Queue a rollout again whose engine has returned it, or end it with an error because of a *failure*."""
         self.unassign((request.request_id, sample))
-        if sample not in request.done:
+        if failure and sample not in request.done:
+            self.fail(request, sample, failure)
+        elif sample not in request.done:
             self.queue.add_partials({request.rollout_id(sample)})
             self.requeue(request, sample)
 

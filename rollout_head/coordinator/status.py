@@ -186,11 +186,11 @@ class StatusPublisher:
             await self._job_store.engines.failed(),
             await self._job_store.job.environment_errors(),
         )
-        await self._job_store.job.set_status(json.dumps(status).encode())
+        await self._job_store.job.set_status(self._state.coordinator, json.dumps(status).encode())
         canaries = self._state.canaries
         if canaries.drift.canaries != self._stored_canaries:
             self._stored_canaries = canaries.drift.canaries
-            await self._job_store.job.set_canaries(canaries.to_json())
+            await self._job_store.job.set_canaries(self._state.coordinator, canaries.to_json())
         await self._timeline.record(status)
 
 

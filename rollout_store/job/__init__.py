@@ -5,8 +5,9 @@ it can be repeated when a reply was lost. Those of a :class:`JobStore` repeat th
 full; all others, and those of :attr:`JobStore.once`, raise :class:`redis.RedisError` if Redis fails.
 """
 
-from rollout_store.job.assignments import Assignment, Order, OrderKind, StaleCoordinatorError
+from rollout_store.job.assignments import Assignment, Order, OrderKind
 from rollout_store.job.engines import EngineReport, LeaseState
+from rollout_store.job.part import StaleCoordinatorError
 from rollout_store.job.requests import Admission
 from rollout_store.job.store import JobStore
 from rollout_store.job.streams import Entry, RolloutEvent, Stream, arrival_time

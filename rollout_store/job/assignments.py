@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_store.job.part import MAX_EVENTS, StorePart, as_text
+from rollout_store.job.part import MAX_EVENTS, StorePart, as_text, check_current
 from rollout_store.job.streams import read_entries
 
 MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
@@ -18,10 +18,6 @@ saves the engine a round trip.
 
 RolloutKey = tuple[str, int]
 """Request id and sample, which identify a rollout within a job."""
-
-
-class StaleCoordinatorError(RuntimeError):
-    """Another coordinator has taken over; this one must end."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +156,7 @@ class AssignmentStore(StorePart):
         reply = await self._call(
             "assign", keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
         )
-        if reply == b"stale":
-            raise StaleCoordinatorError("another coordinator has taken over")
+        check_current(reply)
         return bool(reply != b"gone")
 
     async def reclaim(self, coordinator: int, engine: str) -> list[Order] | None:
@@ -176,8 +171,7 @@ class AssignmentStore(StorePart):
             keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.engines],
             args=[coordinator, engine],
         )
-        if reply == b"stale":
-            raise StaleCoordinatorError("another coordinator has taken over")
+        check_current(reply)
         if reply == b"alive":
             return None
         pairs = [(as_text(entry_id), dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in reply]
@@ -221,10 +215,23 @@ class AssignmentStore(StorePart):
         """Delete an order that was executed, or needs no work, from an engine's inbox."""
         await self._client.xdel(self._keys.inbox(engine), order_id)
 
-    async def return_assignment(self, engine: str, order_id: str, assignment: Assignment, reason: str) -> None:
-        """Return an assignment that an engine cannot execute; the coordinator assigns the rollout elsewhere."""
+    async def return_assignment(
+        self, engine: str, order_id: str, assignment: Assignment, reason: str, *, failed: bool = False
+    ) -> None:
+        """Return an assignment that an engine cannot execute.
+
+        The coordinator assigns the rollout elsewhere, or ends it for this *reason* if it has *failed*.
+        """
         await self._call(
             "return_assignment",
             keys=[self._keys.inbox(engine), self._keys.events],
-            args=[order_id, assignment.request_id, assignment.sample, engine, reason, MAX_EVENTS],
+            args=[
+                order_id,
+                assignment.request_id,
+                assignment.sample,
+                engine,
+                reason,
+                MAX_EVENTS,
+                "1" if failed else "",
+            ],
         )

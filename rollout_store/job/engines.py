@@ -12,6 +12,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import CodecError
 from rollout_store.job.part import StorePart, as_text
 
 ENGINE_LEASE_S = 5.0
@@ -80,10 +81,17 @@ class EngineReport:
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:
-        """Decode a report; fields that only a later release knows are ignored."""
+        """Decode a report; fields that only a later release knows are ignored.
+
+        Raises:
+            CodecError: it is no report.
+        """
         known = {one.name for one in fields(cls)}
-        report: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
-        return cls(**{name: value for name, value in report.items() if name in known})
+        try:
+            report: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+            return cls(**{name: value for name, value in report.items() if name in known})
+        except Exception as error:  # msgpack raises many unrelated types
+            raise CodecError(f"not a report of an engine: {error or type(error).__name__}") from None
 
     def pack(self) -> bytes:
         """Encode the report."""
@@ -135,12 +143,15 @@ class EngineRegistry(StorePart):
         await self._client.delete(self._keys.lease(engine))
 
     async def engines(self) -> dict[str, RegisteredEngine]:
-        """Return all engines by id. Those whose lease has expired stay until the coordinator reclaims their inbox."""
+        """Return all engines by id. Those whose lease has expired stay until the coordinator reclaims their inbox.
+
+        An engine whose report cannot be read counts as one whose lease has expired.
+        """
         reports = await self._client.hgetall(self._keys.engines)
         ids = [as_text(engine) for engine in reports]
         leases = await self._client.mget([self._keys.lease(engine) for engine in ids]) if ids else []
         return {
-            engine: RegisteredEngine(EngineReport.read(report), lease is not None)
+            engine: _registered(engine, report, lease is not None)
             for engine, report, lease in zip(ids, reports.values(), leases, strict=True)
         }
 
@@ -226,3 +237,10 @@ def _parse_answer(value: str) -> FollowerAnswer:
 
 class EngineError(RuntimeError):
     """The engine cannot do what was requested. The message says why, and what to do where something can be done."""
+
+
+def _registered(engine: str, report: Any, alive: bool) -> RegisteredEngine:
+    try:
+        return RegisteredEngine(EngineReport.read(report), alive)
+    except CodecError:
+        return RegisteredEngine(EngineReport(engine), alive=False)

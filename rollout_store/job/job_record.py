@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys, job_uid_key
@@ -25,7 +26,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.redis_client.retry import retry_async
 from rollout_api.weights.checksum import checksum, weight_files
-from rollout_store.job.part import KEYS_PER_SCAN, StorePart, add_expiry, as_text
+from rollout_store.job.part import KEYS_PER_SCAN, StorePart, add_expiry, as_text, check_current
 
 STATUS_EXPIRY_S = 10
 """Seconds after which a status that is not renewed expires."""
@@ -57,12 +58,16 @@ class JobDescription:
 
 
 class JobRecord(StorePart):
-    """Reads and writes what belongs to the whole job."""
+    """Reads and writes what belongs to the whole job.
 
-    async def publish(self, name: str, description: JobDescription) -> None:
+    Only the newest coordinator writes; it gives its number to each method. A late write of another one would undo what
+    the newest one has written, so it raises :class:`StaleCoordinatorError` and has no effect.
+    """
+
+    async def publish(self, coordinator: int, name: str, description: JobDescription) -> None:
         """Publish the job ``namespace/name``, so that clients find it."""
-        fields: Any = asdict(description)
-        await self._client.hset(self._keys.job, mapping=fields)
+        fields = [str(part) for field in asdict(description).items() for part in field]
+        await self._write(coordinator, "HSET", self._keys.job, *fields)
         await self._client.hsetnx(self._keys.job, "state", "running")
         await self._client.set(job_uid_key(name), self._keys.uid)
 
@@ -70,25 +75,25 @@ class JobRecord(StorePart):
         """Return whether a client has closed the job."""
         return bool(await self._client.hget(self._keys.job, "closing") == b"1")
 
-    async def set_closing(self) -> None:
+    async def set_closing(self, coordinator: int) -> None:
         """Record that a client has closed the job."""
-        await self._client.hset(self._keys.job, "closing", "1")
+        await self._write(coordinator, "HSET", self._keys.job, "closing", "1")
 
-    async def set_pause(self, mode: PauseMode | None) -> None:
+    async def set_pause(self, coordinator: int, mode: PauseMode | None) -> None:
         """Record how the job is paused; None resumes it."""
-        await self._client.hset(self._keys.job, "pause", mode or "")
+        await self._write(coordinator, "HSET", self._keys.job, "pause", mode or "")
 
     async def pause(self) -> PauseMode | None:
         """Return how the job is paused; None if it is not."""
         mode: Any = await self._client.hget(self._keys.job, "pause")
         return PauseMode(as_text(mode)) if mode else None
 
-    async def set_closed(self) -> None:
+    async def set_closed(self, coordinator: int) -> None:
         """Record that all requests of a closed job are answered, and let the job's keys expire.
 
         Clients can still read their results for :data:`~rollout_head.limits.JOB_RETENTION_S`.
         """
-        await self._client.hset(self._keys.job, "state", "closed")
+        await self._write(coordinator, "HSET", self._keys.job, "state", "closed")
         pipeline = self._client.pipeline(transaction=False)
         async for key in self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN):
             add_expiry(pipeline, [key])
@@ -96,13 +101,13 @@ class JobRecord(StorePart):
                 await pipeline.execute()
         await pipeline.execute()
 
-    async def set_status(self, status: bytes) -> None:
+    async def set_status(self, coordinator: int, status: bytes) -> None:
         """Publish the coordinator's status, which expires if it is not renewed."""
-        await self._client.set(self._keys.status, status, ex=STATUS_EXPIRY_S)
+        await self._write(coordinator, "SET", self._keys.status, status, "EX", str(STATUS_EXPIRY_S))
 
-    async def set_canaries(self, state: str) -> None:
+    async def set_canaries(self, coordinator: int, state: str) -> None:
         """Store the state of the canary test."""
-        await self._client.set(self._keys.canaries, state)
+        await self._write(coordinator, "SET", self._keys.canaries, state)
 
     async def canaries(self) -> str | None:
         """Return the stored state of the canary test; None if there is none."""
@@ -114,13 +119,18 @@ class JobRecord(StorePart):
         summary = await self._client.get(self._keys.environment_errors)
         return {} if summary is None else dict(json.loads(summary))
 
-    async def set_weights(self, update: WeightUpdate) -> None:
-        """Store the weights that engines should serve. Full weights replace an earlier adapter."""
-        async with self._client.pipeline(transaction=True) as pipeline:
-            pipeline.hset(self._keys.weights, update.weights_kind.value, encode(update))
-            if update.weights_kind is WeightsKind.FULL:
-                pipeline.hdel(self._keys.weights, WeightsKind.LORA.value)
-            await pipeline.execute()
+    async def set_weights(self, coordinator: int, update: WeightUpdate) -> None:
+        """Store the weights that engines should serve, unless newer ones are stored.
+
+        Full weights replace an earlier adapter.
+        """
+        replaced = WeightsKind.LORA.value if update.weights_kind is WeightsKind.FULL else ""
+        reply = await self._call(
+            "set_weights",
+            keys=[self._keys.fencing_token, self._keys.weights],
+            args=[coordinator, update.weight_version, update.weights_kind.value, encode(update), replaced],
+        )
+        check_current(reply)
 
     async def weights(self) -> list[WeightUpdate]:
         """Return the weights to serve: full weights, if any were published, and an adapter published after them."""
@@ -128,9 +138,9 @@ class JobRecord(StorePart):
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return [update for update in updates if isinstance(update, WeightUpdate)]
 
-    async def set_transfer_group(self, group: InitWeightTransfer) -> None:
+    async def set_transfer_group(self, coordinator: int, group: InitWeightTransfer) -> None:
         """Store the trainer's group that engines should have joined."""
-        await self._client.hset(self._keys.weights, "group", encode(group))
+        await self._write(coordinator, "HSET", self._keys.weights, "group", encode(group))
 
     async def transfer_group(self) -> InitWeightTransfer | None:
         """Return the trainer's group that engines should have joined; None if there is none."""
@@ -153,6 +163,12 @@ class JobRecord(StorePart):
                 raise CodecError(f"{step.kind} in place of a step")
             return step, as_text(entry_id)
         return None
+
+    async def _write(self, coordinator: int, command: str, key: str, *args: str | bytes) -> None:
+        """Execute a command on *key* for a coordinator."""
+        packed = msgpack.packb([command, key, *args], use_bin_type=False)  # the server's msgpack does not know bin
+        keys = [self._keys.fencing_token, key]
+        check_current(await self._call("write_as_coordinator", keys=keys, args=[coordinator, packed]))
 
 
 class SharedChecksums:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
 import redis
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.messages import CodecError
 from rollout_store.job.engines import EngineReport
 from rollout_store.job.part import KEYS_PER_SCAN, add_expiry, as_text
 from rollout_store.job.requests import META_FIELDS, LedgerEntry
@@ -65,8 +67,12 @@ class LauncherStore:
             The ids of the process's registration.
         """
         found: Any = self._client.hgetall(self._keys.engines)
-        reports = {as_text(engine): EngineReport.read(report) for engine, report in found.items()}
-        ended = [engine for engine, report in reports.items() if (report.worker, report.pid) == (worker, pid)]
+        ended = []
+        for engine, data in found.items():
+            with suppress(CodecError):  # the coordinator removes an engine whose report cannot be read
+                report = EngineReport.read(data)
+                if (report.worker, report.pid) == (worker, pid):
+                    ended.append(as_text(engine))
         if ended:
             self._client.delete(*(self._keys.lease(engine) for engine in ended))
         return ended

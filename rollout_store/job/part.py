@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
 
+class StaleCoordinatorError(RuntimeError):
+    """Another coordinator has taken over; this one must end."""
+
+
 class StorePart:
     """A part of a job's state in Redis.
 
@@ -57,6 +61,16 @@ def _retrying(method: _Method) -> _Method:
         return await retry_async(partial(method, self, *args, **kwargs), policy=self._retries)
 
     return call  # type: ignore[return-value]  # it has the signature of the method
+
+
+def check_current(reply: Any) -> None:
+    """Check the reply of a script that only the newest coordinator may run.
+
+    Raises:
+        StaleCoordinatorError: if another coordinator has taken over.
+    """
+    if reply == b"stale":
+        raise StaleCoordinatorError("another coordinator has taken over")
 
 
 def as_text(value: bytes | str) -> str:

@@ -28,6 +28,8 @@ class RolloutEvent:
     sample: int
     returned_by: str | None = None
     """Id of the engine that returned the rollout unfinished; None if the rollout has ended."""
+    failure: str = ""
+    """Why the rollout is to end as failed; '' if it has ended, or is to be assigned again."""
     length: int | None = None
     """Number of response tokens; None if it is not known, as for a rollout whose event was missed."""
     measurement: bytes = b""
@@ -40,6 +42,7 @@ class RolloutEvent:
             fields[b"r"].decode(),
             int(fields[b"s"]),
             returned_by=fields[b"e"].decode() if b"x" in fields else None,
+            failure=fields[b"x"].decode() if b"f" in fields else "",
             length=int(fields[b"l"]) if b"l" in fields else None,
             measurement=fields.get(b"c", b""),
         )

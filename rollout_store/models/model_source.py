@@ -91,6 +91,7 @@ def resolve_adapter(uri: str, cache: Path, model_directory: Path, allowed_roots:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (directory / name).is_file():
             raise ModelError(f"adapter {uri!r}: {directory} has no {name}")
+    _read_object(directory / "adapter_config.json")
     return directory
 
 
@@ -121,13 +122,22 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         ModelError: if it cannot be read, or is not a JSON object.
     """
+    return _read_object(directory / "config.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelError: if it cannot be read, or is none.
+    """
     try:
-        config = json.loads((directory / "config.json").read_text())
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{directory}/config.json cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{directory}/config.json is not a JSON object")
-    return config
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return found
 
 
 def max_positions(directory: Path) -> int | None:

@@ -199,7 +199,8 @@ class Engine:
 
         Raises:
             AdmissionError: if this engine cannot serve the request as it is.
-            EngineError: if the engine has died.
+            UnusableOutputError: if the model returns log-probabilities that are not numbers.
+            EngineError: if the engine has died, or vLLM fails to generate this response.
         """
         return await self._generator.generate(
             request,

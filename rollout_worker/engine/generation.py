@@ -28,10 +28,12 @@ from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.response import (
     DraftCountReader,
     GenerationResult,
+    NotFiniteError,
     PromptLogprobs,
     ResponseBuilder,
     ResponseDraftCounts,
     TokensSoFar,
+    UnusableOutputError,
     routed_experts_of,
 )
 from rollout_worker.engine.sampling_params import (
@@ -176,11 +178,7 @@ class ResponseGenerator:
         )
         prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + response.token_ids
         prompt["cache_salt"] = str(self._cache_salt)
-        with (
-            self._adapters.use() as adapter,
-            self._track(call_id, response.prefix_tokens, stop_event),
-            translate_errors("generating"),
-        ):
+        with self._adapters.use() as adapter, self._track(call_id, response.prefix_tokens, stop_event):
             output, starts = await self._stream(
                 prompt,
                 params,
@@ -337,18 +335,20 @@ class ResponseGenerator:
         async with aclosing(self._outputs(prompt, params, call_id, lora_request)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
-                response.append(completion)
-                if sampling.returns_prompt_logprobs and response.prompt_logprobs is None:
-                    # They are in the output with the first token.
-                    response.prompt_logprobs = PromptLogprobs.from_vllm(
-                        output.prompt_logprobs or (), prompt["prompt_token_ids"], sampling.top_prompt_logprobs
-                    )
-                    if response.prompt_logprobs is None and response.token_ids:
-                        raise EngineError("vLLM returned a response without all log-probabilities of its prompt")
                 if adapter is None:
                     starts = self._weight_versions.starts(call_id, completion)
                 else:
                     starts = [(adapter.version, 0)]
+                with _naming_weights(starts):
+                    response.append(completion)
+                if sampling.returns_prompt_logprobs and response.prompt_logprobs is None:
+                    # They are in the output with the first token.
+                    with _naming_weights(starts):
+                        response.prompt_logprobs = PromptLogprobs.from_vllm(
+                            output.prompt_logprobs or (), prompt["prompt_token_ids"], sampling.top_prompt_logprobs
+                        )
+                    if response.prompt_logprobs is None and response.token_ids:
+                        raise EngineError("vLLM returned a response without all log-probabilities of its prompt")
                 ended = output.finished or response.stopped
                 # vLLM returns the first token at once regardless of the interval. It is not worth a partial rollout.
                 if on_partial is not None and not ended and len(response.token_ids) - reported >= interval:
@@ -365,13 +365,14 @@ class ResponseGenerator:
         return output, starts
 
     async def _outputs(self, prompt: dict[str, Any], params: Any, call_id: str, lora: Any) -> AsyncGenerator[Any]:
-        async with aclosing(self._client.llm.generate(prompt, params, call_id, lora_request=lora)) as outputs:
-            with refusing_rejected_requests():
-                first = await anext(outputs, None)
-            if first is not None:
-                yield first
-            async for output in outputs:
-                yield output
+        with translate_errors("generating"):
+            async with aclosing(self._client.llm.generate(prompt, params, call_id, lora_request=lora)) as outputs:
+                with refusing_rejected_requests():
+                    first = await anext(outputs, None)
+                if first is not None:
+                    yield first
+                async for output in outputs:
+                    yield output
 
     @contextmanager
     def _track(self, call_id: str, prefix_tokens: int, stop_event: asyncio.Event | None) -> Iterator[None]:
@@ -397,6 +398,27 @@ class ResponseGenerator:
         while call_id in self._running:
             await self._client.llm.abort(call_id)
             await asyncio.sleep(_ABORT_RETRY_INTERVAL_S)
+
+
+@contextmanager
+def _naming_weights(starts: VersionStarts) -> Iterator[None]:
+    """Name the weight version in the error for log-probabilities that are not numbers.
+
+    Args:
+        starts: (weight version, index of its first token), in order.
+
+    Raises:
+        UnusableOutputError: there are such.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        version = starts[-1][0] if starts else None
+        weights = "the weights" if version is None else f"weight version {version}"
+        raise UnusableOutputError(
+            f"{error}: {weights} must have values that are NaN or infinite, or so large that the model overflows; "
+            "publish other weights as a later version"
+        ) from error
 
 
 def _placed(ranges: Sequence[Any], positions: Sequence[tuple[int, int]]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,22 @@ from typing import Any, Literal, NamedTuple, Self
 
 from rollout_api.protocol.history_encoding import DRAFT_SOURCES, SAMPLED, encode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, RoutedExperts, WeightSpan, spans_since
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.sampling_params import StopStrings
 from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
 
+logger = logging.getLogger(__name__)
 _MIN_LOGPROB = -9999.0
 """The value for the log-probability −∞ of a prompt token, as in vLLM's servers."""
 _SOURCE_CODES = range(SAMPLED + 1, SAMPLED + 1 + len(DRAFT_SOURCES))
+
+
+class UnusableOutputError(RuntimeError):
+    """What the model has returned cannot be part of a response. The text says why."""
+
+
+class NotFiniteError(ValueError):
+    """A log-probability is not a number, or is infinite where it cannot be."""
 
 
 class ResponseDraftCounts(NamedTuple):
@@ -49,6 +60,8 @@ class DraftCountReader:
         self._client = client
         self._ended: list[str] = []
         self._reading: asyncio.Task[dict[str, ResponseDraftCounts]] | None = None
+        self._has_failed = False
+        """Whether counts could not be read once, which is logged."""
 
     async def take(self, call_id: str) -> ResponseDraftCounts:
         """Return the counts of a response that has ended; the drafter forgets it."""
@@ -68,7 +81,16 @@ class DraftCountReader:
         await asyncio.sleep(0)  # so that the other responses that end in this step are included
         ended, self._ended, self._reading = self._ended, [], None
         counts: dict[str, ResponseDraftCounts] = {}
-        for rank in await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts"):
+        try:
+            ranks = await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts")
+        except EngineError as error:
+            if self._client.stopped:
+                raise
+            if not self._has_failed:  # a fault of the drafter must not cost responses
+                logger.warning("Responses have no counts of their drafts: %s", error)
+            self._has_failed = True
+            return counts
+        for rank in ranks:
             counts |= {call_id: ResponseDraftCounts(*fields) for call_id, fields in rank.items()}
         return counts
 
@@ -95,14 +117,20 @@ class PromptLogprobs:
 
         Returns:
             None if vLLM has not computed all of them, because the response was stopped before.
+
+        Raises:
+            NotFiniteError: some are not numbers.
         """
         if len(positions) != len(prompt):
             return None
         known = [(position, token) for position, token in zip(positions, prompt, strict=True) if position is not None]
         if len(known) != len(prompt) - 1:
             return None
+        logprobs = [position[token].logprob for position, token in known]
+        if any(map(math.isnan, logprobs)):
+            raise NotFiniteError("the model has computed log-probabilities of the prompt that are not numbers")
         return cls(
-            logprobs=[max(_MIN_LOGPROB, position[token].logprob) for position, token in known],
+            logprobs=[max(_MIN_LOGPROB, logprob) for logprob in logprobs],
             ranks=[position[token].rank for position, token in known] if count else None,
             top_logprobs=[_most_likely(position, count) for position, _ in known] if count else None,
         )
@@ -252,17 +280,23 @@ class ResponseBuilder:
         self._prefix_spans = prefix.weight_spans if prefix is not None else []
 
     def append(self, completion: Any) -> None:
-        """Append the new tokens in a ``CompletionOutput`` of vLLM, up to the first one that completes a stop string."""
+        """Append the new tokens in a ``CompletionOutput`` of vLLM, up to the first one that completes a stop string.
+
+        Raises:
+            NotFiniteError: their log-probabilities are not numbers. Nothing is appended then.
+        """
         tokens: Sequence[int] = completion.token_ids
         count = self._count_tokens(tokens)
-        self.token_ids += tokens[:count]
         if self.logprobs is not None and tokens:
             positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), count))
-            self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
+            values = [logprobs[token].logprob for logprobs, token in positions]
+            if not math.isfinite(sum(values)):  # those of other tokens are infinite if they cannot be sampled
+                raise NotFiniteError("the model has computed log-probabilities that are not finite numbers")
+            self.logprobs += values
             if self.ranks is not None and self.top_logprobs is not None:
                 self.ranks += [logprobs[token].rank for logprobs, token in positions]
                 self.top_logprobs += [_most_likely(logprobs, self._num_top_logprobs) for logprobs, _ in positions]
-
+        self.token_ids += tokens[:count]
         if self.kept_token_ids is not None and self._kept_tokens is not None and tokens:
             positions_of_tokens = zip(completion.logprobs or (), tokens, strict=True)
             self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, count)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +194,38 @@ def reset_failed_reload(model: Any) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+
+
+def is_finite(tensor: Any) -> bool:
+    """Return whether all values of a torch tensor are finite; true of data types that are not checked.
+
+    These are integers, and floating-point numbers of 8 bits and less, whose scales are checked.
+    """
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    # The sum is much faster, but may overflow itself.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+@contextmanager
+def noting_not_finite(model: Any, names: list[str]) -> Iterator[None]:
+    """Add the names of the tensors that are not finite to *names* while a model loads tensors within this context."""
+    load_weights = model.load_weights
+
+    def noting(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            if not is_finite(tensor):
+                names.append(name)
+            yield name, tensor
+
+    def note_and_load(weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        return load_weights(noting(weights), *args, **kwargs)
+
+    model.load_weights = note_and_load
+    try:
+        yield
+    finally:
+        del model.load_weights
 
 
 @contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from rollout_store.models.model_source import ModelError
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.generation import DecodingPause, ResponseGenerator
 from rollout_worker.engine.vllm_client import Adapters, VllmClient, WeightVersionTracker, translate_errors
+from rollout_worker.engine.vllm_patches import is_finite
 
+logger = logging.getLogger(__name__)
 TRANSFER_CONNECT_TIMEOUT_S = 15.0
 """Seconds that an engine tries to reach a trainer whose group it is to join."""
 TRANSFER_RETRY_INTERVAL_S = 0.1
@@ -42,6 +45,10 @@ _SAFETENSORS_DTYPES = {
 _SENT = "what the trainer sends"
 _FLOAT_DTYPES = {"BF16", "F16", "F32", "F64"}
 """Data types between which vLLM converts when it loads weights."""
+_NOT_FINITE = (
+    "has values that are NaN or infinite, so that the model would compute nothing else; the training has diverged, or "
+    "the weights were damaged"
+)
 _OUTPUT_PROJECTION = "lm_head.weight"
 """Some trainers write it although it is tied to the embeddings; vLLM then ignores it."""
 _Tensors = dict[str, tuple[list[int], str]]
@@ -91,6 +98,23 @@ class CheckpointCheck:
             _check_complete(_SENT, self._found, self._expected)
 
 
+def check_finite(directory: Path, paths: Iterable[Path]) -> None:
+    """Check that the tensors in the files of published weights are finite.
+
+    A model with a single value that is not computes nothing else any more. This reads the files, which are then in
+    memory when vLLM loads them.
+
+    Raises:
+        ModelError: if a tensor has a value that is NaN or infinite.
+    """
+    for path in paths:
+        with _opened(directory, path, "pt") as file:
+            names = file.keys()  # the file itself is not iterable
+            for name in names:
+                if not is_finite(file.get_tensor(name)):
+                    raise ModelError(f"{directory}: {name} in {path.name} {_NOT_FINITE}")
+
+
 def check_checkpoint(directory: Path, model: Path) -> None:
     """Check that vLLM can load all weights of a checkpoint, and that none of the old ones would remain.
 
@@ -128,15 +152,26 @@ def _read_tensors(directory: Path) -> _Tensors:
     """Read shape and data type of each tensor that vLLM would load from a directory."""
     tensors: _Tensors = {}
     for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                names = file.keys()  # the file itself is not iterable
-                for name in names:
-                    tensor = file.get_slice(name)
-                    tensors[name] = (tensor.get_shape(), tensor.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"checkpoint {directory}: {path.name} cannot be read: {error}") from None
+        with _opened(directory, path, "numpy") as file:
+            names = file.keys()  # the file itself is not iterable
+            for name in names:
+                tensor = file.get_slice(name)
+                tensors[name] = (tensor.get_shape(), tensor.get_dtype())
     return tensors
+
+
+@contextmanager
+def _opened(directory: Path, path: Path, framework: str) -> Iterator[Any]:
+    """Open a file of *directory* with safetensors.
+
+    Raises:
+        ModelError: if it cannot be opened, or, within this context, be read.
+    """
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"checkpoint {directory}: {path.name} cannot be read: {error}") from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -145,10 +180,21 @@ def _weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
     try:
-        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, OSError) as error:
+        contents = json.loads(index.read_text())
+    except (ValueError, RecursionError, OSError) as error:
         raise ModelError(f"checkpoint {directory}: {index.name} cannot be read: {error}") from None
-    return [directory / name for name in sorted(names)]
+    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ModelError(
+            f"checkpoint {directory}: {index.name} has no weight_map, an object that maps each tensor to its file"
+        )
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name != Path(name).name:
+            raise ModelError(
+                f"checkpoint {directory}: {index.name} must map {tensor!r} to the name of a file in this directory, "
+                f"not to {name!r:.100}"
+            )
+    return [directory / name for name in sorted(set(weight_map.values()))]
 
 
 class WeightLoader:
@@ -221,6 +267,7 @@ class WeightLoader:
         """See :meth:`Engine.load_weights`."""
         try:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
+            await asyncio.to_thread(check_finite, directory, _weight_files(directory))
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         return await asyncio.shield(self._load_checkpoint(directory, version, mode))
@@ -277,11 +324,11 @@ class WeightLoader:
                 raise EngineError(self._still_serving(error)) from error
 
             async def load() -> None:
-                await self._transfer(first, updates, check)
+                await self._transfer(first, updates, check, version)
 
             return await self._load_paused(load, version, mode)
 
-    async def _transfer(self, first: dict[str, Any], updates: Updates, check: CheckpointCheck) -> None:
+    async def _transfer(self, first: dict[str, Any], updates: Updates, check: CheckpointCheck, version: int) -> None:
         is_changed = False
         try:
             check.add(first)
@@ -293,20 +340,49 @@ class WeightLoader:
                 await self._call("das_update_weights", update, action="receiving weights")
             check.finish()
             await self._call("das_finish_weight_update", action="finishing a weight update")
-        except (EngineError, ModelError) as error:
+            await self._check_received(version)
+        except Exception as error:  # of whatever type: the engine must not keep a part of the weights
             if self._client.stopped:
                 raise
             await self._client.collective_rpc("das_abort_weight_update", action="aborting a weight update")
-            failure = EngineError(str(error))
+            is_expected = isinstance(error, EngineError | ModelError)
+            failure = EngineError(str(error) if is_expected else f"{type(error).__name__}: {error}")
             if is_changed:
                 await self._restore(failure)
             raise EngineError(self._still_serving(failure)) from error
         self._directory = None
 
+    async def _check_received(self, version: int) -> None:
+        """Check that the tensors which a trainer has sent are finite.
+
+        If they are not, but the previous weights are in no directory, this is only logged: an engine without weights
+        would be worth less than one whose rollouts fail until the trainer has published others.
+
+        Raises:
+            ModelError: if they are not.
+        """
+        ranks = await self._client.collective_rpc("das_not_finite", action="checking the received weights")
+        names = sorted({name for rank in ranks for name in rank})
+        if not names:
+            return
+        reason = f"{_SENT}: {_list_names(names)} {_NOT_FINITE}"
+        if self._directory is not None:
+            raise ModelError(reason)
+        logger.error(
+            "%s. The engine serves weight version %d nevertheless, because its previous weights came from a trainer's "
+            "memory as well and are overwritten; publish other weights.",
+            reason,
+            version,
+        )
+
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
         if not self._config.spec.max_lora_rank:
             raise EngineError("the engine serves no adapters, because engine.maxLoraRank is 0")
+        try:
+            await asyncio.to_thread(check_finite, directory, [directory / "adapter_model.safetensors"])
+        except ModelError as error:
+            raise EngineError(self._still_serving(error)) from None
         async with self._loading:
             started = time.monotonic()
             try:

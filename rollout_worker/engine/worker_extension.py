@@ -20,6 +20,7 @@ from rollout_worker.engine.sampling_params import end_token_ids
 from rollout_worker.engine.vllm_patches import (
     apply_settings_without_drafts,
     enable_amx,
+    noting_not_finite,
     packing_experts,
     patch_adapter_rows,
     patch_sampling_without_drafts,
@@ -91,6 +92,8 @@ class EngineExtension:
     _weight_update_active: bool
     _das_reload: AbstractContextManager[None] | None = None
     """What is patched during a weight update."""
+    _das_names_not_finite: list[str]
+    """Names of the tensors of the last weight update that were not finite."""
 
     def das_exit_with_host(self, host_pid: int) -> None:
         """Let the engine's processes exit when the host process has ended in any way.
@@ -147,7 +150,7 @@ class EngineExtension:
     def das_start_weight_update(self) -> None:
         """Call vLLM's ``start_weight_update``."""
         self.das_interrupt_timing()
-        self._das_reload = self._das_patched_reload()
+        self._das_reload = self._das_receiving()
         self._das_reload.__enter__()
         self.start_weight_update()
 
@@ -175,6 +178,17 @@ class EngineExtension:
         reset_failed_reload(self.model_runner.get_model())
         with contextlib.suppress(Exception):  # the trainer may be gone
             self.shutdown_weight_transfer_engine()
+
+    def das_not_finite(self) -> list[str]:
+        """Return the names of the tensors of the last weight update that were not finite."""
+        return self._das_names_not_finite
+
+    @contextlib.contextmanager
+    def _das_receiving(self) -> Iterator[None]:
+        """Correct what vLLM leaves out when it receives weights."""
+        self._das_names_not_finite = []
+        with noting_not_finite(self.model_runner.get_model(), self._das_names_not_finite), self._das_patched_reload():
+            yield
 
     @contextlib.contextmanager
     def _das_patched_reload(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -16,21 +17,30 @@ from rollout_api.protocol.messages import FinishReason, Partial, Rollout, Rollou
 from rollout_api.redis_client.retry import concerns_server, retry_async
 from rollout_store.job import Assignment, JobStore, Order, arrival_time
 from rollout_store.job.admission_rules import AdmissionError, can_continue
+from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.images import ImageCache
-from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine.response import GenerationResult, UnusableOutputError
+from rollout_worker.engine_worker.failures import ends_engine
 from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
 from rollout_worker.engine_worker.published_weights import PublishedWeights
 from rollout_worker.engine_worker.running import RunningRollout, RunningRollouts
 from rollout_worker.engine_worker.token_streams import CheckpointWriter, TokenStream, TokenStreams
 
+logger = logging.getLogger(__name__)
+
 MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
 
 
 class RolloutExecutor:
-    """Runs one task for each assigned rollout, from reading its request to recording its result."""
+    """Runs one task for each assigned rollout, from reading its request to recording its result.
+
+    Only an engine that has stopped, or a Redis server that cannot be used, ends the engine's part in the job. Whatever
+    else goes wrong with a rollout concerns that rollout alone, which ends as failed: another engine would most likely
+    end in the same way.
+    """
 
     def __init__(
         self,
@@ -60,10 +70,11 @@ class RolloutExecutor:
         self._clock_offset = await self._job_store.clock() - time.time()
 
     async def run(self) -> None:
-        """Wait until a rollout fails because of the engine, and raise its error.
+        """Wait until a rollout fails because of the engine or of Redis, and raise its error.
 
         Raises:
             EngineError: if the engine has died.
+            redis.RedisError: if the server cannot be used.
         """
         await self._failed.wait()
         if self._error is not None:
@@ -81,7 +92,12 @@ class RolloutExecutor:
     async def _run_to_end(self, running: RunningRollout) -> None:
         engine_id = self._lease.engine_id
         try:
-            await self._execute(running, engine_id)
+            try:
+                await self._execute(running, engine_id)
+            except Exception as error:
+                if ends_engine(error, self._engine):
+                    raise
+                await self._fail(running, engine_id, error)
         except Exception as error:
             if self._error is None:
                 self._error = error
@@ -227,6 +243,39 @@ class RolloutExecutor:
                 stop_event=running.stopped,
             )
 
+    async def _fail(self, running: RunningRollout, engine_id: str, error: Exception) -> None:
+        """End a rollout as failed because of an error that concerns it alone.
+
+        If not even that can be recorded, the coordinator is to do so.
+        """
+        request, assignment = running.request, running.assignment
+        sample, detail = assignment.sample, _describe(error)
+        expected = isinstance(error, UnusableOutputError)
+        logger.error("Rollout %d of %s has failed: %s", sample, assignment.request_id, detail, exc_info=not expected)
+        try:
+            if request is None:
+                raise error
+            tokens = None
+            if request.stream:  # what was streamed remains the beginning of the rollout
+                [tokens] = await self._job_store.rollouts.partials([(request, sample)])
+            rollout = Rollout.from_request(
+                request,
+                sample,
+                tokens,
+                FinishReason.FAILED,
+                detail=detail,
+                engine=engine_id,
+                started_at=running.started_at,
+                finished_at=time.time(),
+            )
+            await self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=running.order.order_id)
+        except Exception as failure:
+            if ends_engine(failure, self._engine):
+                raise
+            if failure is not error:
+                logger.exception("The failure of rollout %d of %s cannot be recorded.", sample, assignment.request_id)
+            await self._return(running, engine_id, detail, failed=True)
+
     async def _load_images(self, request: RolloutRequest) -> list[Any]:
         """Return the decoded images of a request.
 
@@ -247,14 +296,26 @@ class RolloutExecutor:
         """Remove an assignment that needs no work from the inbox."""
         await self._job_store.assignments.acknowledge(engine_id, running.order.order_id)
 
-    async def _return(self, running: RunningRollout, engine_id: str, reason: str) -> None:
-        """Return an assignment to the coordinator."""
+    async def _return(self, running: RunningRollout, engine_id: str, reason: str, *, failed: bool = False) -> None:
+        """Return an assignment to the coordinator, which assigns it again, or ends the rollout if it has *failed*."""
         # First, because the coordinator may assign the rollout to this engine again at once, and that assignment must
         # not be taken for a repetition.
         self._running.discard(running)
         await self._job_store.assignments.return_assignment(
-            engine_id, running.order.order_id, running.assignment, reason
+            engine_id, running.order.order_id, running.assignment, reason, failed=failed
         )
+
+
+def _describe(error: Exception) -> str:
+    """Return why a rollout has failed, for the client."""
+    if isinstance(error, EngineError | UnusableOutputError):
+        return str(error)
+    if isinstance(error, redis.ResponseError) and "bulk length" in str(error):
+        return (
+            f"its result is larger than Redis accepts ({error}); request less of it, such as fewer tokens, "
+            "log-probabilities or routed experts, or raise Redis' proto-max-bulk-len"
+        )
+    return f"the engine cannot produce or record it: {type(error).__name__}: {error}"
 
 
 def _is_older(tokens: Partial, version: int) -> bool:

@@ -9,8 +9,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import redis
-
 from rollout_api.redis_client.retry import retry_async
 from rollout_store.history.store import HistoryStore
 from rollout_worker.engine.engine import Engine
@@ -48,7 +46,7 @@ class HistoryPrefetcher:
         self._unpublished: deque[int] = deque()
         """Weight versions that were served and are not published yet."""
         self._next_log = 0.0
-        """Earliest ``time.monotonic()`` at which a failed publication is logged again."""
+        """Earliest ``time.monotonic()`` at which a failure is logged again."""
 
     @contextmanager
     def in_use(self, problem: str) -> Iterator[None]:
@@ -102,25 +100,37 @@ class HistoryPrefetcher:
             await self._engine.announce(list(self._announced), generation, wanted=())
 
     async def run(self) -> None:
-        """Announce problems and publish weight versions until cancelled."""
+        """Announce problems and publish weight versions until cancelled.
+
+        Whatever goes wrong costs drafts. It is tried again for later rollouts.
+
+        Raises:
+            EngineError: if the engine has stopped.
+        """
         while True:
-            # A known problem most likely has all that it needs, so it can wait for others.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), ANNOUNCEMENT_INTERVAL_S)
-            self._wake.clear()
-            await self._publish()
-            if not self._wanted:
-                continue
-            await asyncio.sleep(ANNOUNCEMENT_DELAY_S)
-            if self._generation is None:
-                generation: int = await retry_async(asyncio.to_thread, self._store.metadata.generation)
-                self._generation = generation
-            announced, wanted, self._wanted = dict(self._announced), self._wanted, set()
-            await self._engine.announce(
-                list(announced), self._generation, wanted=list(wanted), timeout_s=HISTORY_WAIT_S
-            )
-            for ready in announced.values():
-                ready.set()
+            try:
+                await self._run_once()
+            except Exception as error:
+                if self._engine.stopped:
+                    raise
+                self._log_failure("Cannot announce problems to the drafter", error)
+
+    async def _run_once(self) -> None:
+        # A known problem most likely has all that it needs, so it can wait for others.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), ANNOUNCEMENT_INTERVAL_S)
+        self._wake.clear()
+        await self._publish()
+        if not self._wanted:
+            return
+        await asyncio.sleep(ANNOUNCEMENT_DELAY_S)
+        if self._generation is None:
+            generation: int = await retry_async(asyncio.to_thread, self._store.metadata.generation)
+            self._generation = generation
+        announced, wanted, self._wanted = dict(self._announced), self._wanted, set()
+        await self._engine.announce(list(announced), self._generation, wanted=list(wanted), timeout_s=HISTORY_WAIT_S)
+        for ready in announced.values():
+            ready.set()
 
     async def _publish(self) -> None:
         """Publish weight versions in the order of their use; retry a failed one later."""
@@ -128,21 +138,17 @@ class HistoryPrefetcher:
             version = self._unpublished[0]
             try:
                 generation = await asyncio.to_thread(self._store.metadata.publish, self._run_id, version)
-            except redis.RedisError as error:
-                self._log_failure(version, error)
+            except Exception as error:
+                self._log_failure(
+                    f"Cannot publish weight version {version} to the history {self._store.keys.full_name}", error
+                )
                 return
             self._unpublished.popleft()
             self._next_log = 0.0
             await self.advance(generation)
 
-    def _log_failure(self, version: int, error: redis.RedisError) -> None:
+    def _log_failure(self, what: str, error: Exception) -> None:
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + FAILURE_LOG_INTERVAL_S
-            logger.warning(
-                "Cannot publish weight version %d to the history %s; retrying: %s: %s",
-                version,
-                self._store.keys.full_name,
-                type(error).__name__,
-                error,
-            )
+            logger.warning("%s; retrying: %s: %s", what, type(error).__name__, error)

@@ -148,12 +148,14 @@ class EngineMonitor:
         self._engine, self._report, self._running = engine, report, running
         self._speculation_cutoff = speculation_cutoff
         self._not_paying_since: float | None = None
+        self._has_failed = False
+        """Whether the statistics could not be read once, which is logged."""
 
     async def run(self) -> None:
         """Read the engine's statistics periodically, until cancelled.
 
         Raises:
-            EngineError: if the engine does not answer.
+            EngineError: if the engine has stopped, or does not answer.
         """
         while True:
             await asyncio.sleep(ENGINE_STATS_INTERVAL_S)
@@ -171,7 +173,15 @@ class EngineMonitor:
                 limit = ENGINE_HANG_TIMEOUT_S if self._report.loading is None else LOADING_HANG_TIMEOUT_S
                 if (waited := time.monotonic() - started) >= limit:
                     raise EngineError(f"the engine hangs: it has not answered for {waited:.0f} s")
-            return await reading
+            try:
+                return await reading
+            except Exception as error:
+                if self._engine.stopped:
+                    raise
+                if not self._has_failed:  # a fault of the drafter must not end the engine
+                    logger.warning("Cannot read the statistics of engine %s: %s", self._report.name, error)
+                self._has_failed = True
+                return {}
         finally:
             reading.cancel()
 

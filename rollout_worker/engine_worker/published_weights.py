@@ -16,6 +16,7 @@ from rollout_store.job.engines import EngineError
 from rollout_store.job.store import MAX_BLOCKING_READ_S
 from rollout_store.models.model_source import ModelError, resolve_adapter, resolve_checkpoint
 from rollout_worker.engine.engine import Engine
+from rollout_worker.engine_worker.failures import ends_engine
 from rollout_worker.engine_worker.history_prefetcher import HistoryPrefetcher
 from rollout_worker.engine_worker.lease import EngineLease
 from rollout_worker.engine_worker.running import RunningRollouts
@@ -132,6 +133,7 @@ class PublishedWeights:
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
+            redis.RedisError: if the server cannot be used.
         """
         while True:
             await self._requested.wait()
@@ -147,16 +149,23 @@ class PublishedWeights:
         while True:
             await self._init_requested.wait()
             self._init_requested.clear()
-            group, report = await self._job_store.job.transfer_group(), self._lease.report
-            if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
-                continue
-            error = await self._join(group)
-            if error:
-                logger.warning("The engine has not joined the trainer's group: %s", error)
-            else:
-                logger.info("The engine has joined the trainer's group.")
-            report.transfer_group, report.transfer_error = group.group, error
-            await self._lease.renew()
+            try:
+                await self._join_requested()
+            except CodecError as error:
+                logger.error("The job's record of the trainer's group cannot be read: %s", error)
+
+    async def _join_requested(self) -> None:
+        """Join the group in the job's record, unless that was tried before, and report the outcome."""
+        group, report = await self._job_store.job.transfer_group(), self._lease.report
+        if group is None or self._lease.engine_id not in group.engines or group.group == report.transfer_group:
+            return
+        error = await self._join(group)
+        if error:
+            logger.warning("The engine has not joined the trainer's group: %s", error)
+        else:
+            logger.info("The engine has joined the trainer's group.")
+        report.transfer_group, report.transfer_error = group.group, error
+        await self._lease.renew()
 
     async def _join(self, group: InitWeightTransfer) -> str:
         """Join a group; return '' or why it was not joined."""
@@ -167,10 +176,10 @@ class PublishedWeights:
             init_info["rank_offset"] = group.engines[self._lease.engine_id]
         try:
             await self._engine.init_weight_transfer(init_info)
-        except EngineError as error:
-            if self._engine.stopped:
+        except Exception as error:
+            if ends_engine(error, self._engine):
                 raise
-            return str(error)
+            return _describe(error)
         return ""
 
     async def serves(self, version: int) -> bool:
@@ -200,7 +209,10 @@ class PublishedWeights:
             EngineError: if the engine has stopped while it loaded weights.
         """
         async with self._loading:
-            await self._load_published()
+            try:
+                await self._load_published()
+            except CodecError as error:
+                logger.error("The job's record of published weights cannot be read: %s", error)
 
     async def _load_published(self) -> None:
         report = self._lease.report
@@ -233,15 +245,16 @@ class PublishedWeights:
             report.counters["weights_update_seconds"] = time.monotonic() - started
             if version == report.missed:
                 report.missed = None
-        except (UnusableWeightsError, EngineError) as error:
-            if self._engine.stopped:
+        except Exception as error:  # what a trainer has published can cause errors of any type
+            if ends_engine(error, self._engine):
                 raise
-            logger.warning("Cannot load weight version %d; still serving version %d: %s", version, served, error)
-            report.failed[version] = str(error)
+            reason = _describe(error)
+            logger.warning("Cannot load weight version %d; still serving version %d: %s", version, served, reason)
+            report.failed[version] = reason
             if update.transfer is not None:
                 report.missed = version  # others may have received what this engine has not
                 if self._is_sending and update.transfer.group == report.transfer_group:
-                    report.transfer_error = str(error)  # the trainer's next tensors may be those of this update
+                    report.transfer_error = reason  # the trainer's next tensors may be those of this update
         report.loads += 1
         report.version, report.loading, report.receiving = self._engine.weight_version, None, ""
 
@@ -317,3 +330,10 @@ class PublishedWeights:
             is_current = any(one.identity == update.identity for one in updates)
             if not is_current or (update.transfer and group and group.group != update.transfer.group):
                 raise EngineError("the trainer has begun another transfer")
+
+
+def _describe(error: Exception) -> str:
+    """Return why weights cannot be used, for the trainer."""
+    if isinstance(error, UnusableWeightsError | EngineError):
+        return str(error)
+    return f"they cannot be read or loaded: {type(error).__name__}: {error}"

@@ -153,13 +153,14 @@ class TokenStreams:
                     await self._urgent.wait()
 
     async def _write(self, streams: Sequence[TokenStream]) -> None:
-        appended = [
-            (stream, stream.next_append(stream.unwritten)) for stream in streams if stream.unwritten is not None
-        ]
-        if not appended:
-            return
-        replies = await self._job_store.rollouts.append_tokens([one for _, one in appended])
-        failures = []
+        appended, failures = [], []
+        for stream in streams:
+            if stream.unwritten is not None:
+                try:
+                    appended.append((stream, stream.next_append(stream.unwritten)))
+                except Exception as error:  # it concerns this rollout alone
+                    failures.append(error)
+        replies = await self._job_store.rollouts.append_tokens([one for _, one in appended]) if appended else []
         for (stream, _), reply in zip(appended, replies, strict=True):
             if isinstance(reply, Exception):
                 failures.append(reply)

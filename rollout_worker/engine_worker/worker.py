@@ -54,7 +54,11 @@ class PauseUpdater:
         while True:
             await self._requested.wait()
             self._requested.clear()
-            mode = await self._job_store.job.pause()
+            try:
+                mode = await self._job_store.job.pause()
+            except ValueError as error:  # of a coordinator of another version
+                logger.error("The engine cannot follow the job's record of its pause: %s", error)
+                continue
             applying = asyncio.ensure_future(self._apply(mode))
             requested = asyncio.ensure_future(self._requested.wait())
             try:

@@ -104,6 +104,19 @@ def test_deleted_job_is_an_error(client: RolloutClient, job: FakeJob) -> None:
         list(step)
 
 
+def test_a_job_that_redis_has_lost_is_no_error_if_its_coordinator_publishes_it_again(
+    client: RolloutClient, job: FakeJob, redis_url: str
+) -> None:
+    with client.step(0, PROMPTS) as step:
+        job.wait_for_requests(3)
+        job.redis.delete(*job.redis.keys("rollout:{uid-1}:job"), *job.redis.keys("rollout:{uid-1}:status"))
+        time.sleep(2.5)  # the client reads the job's state each second
+        again = FakeJob(redis_url)
+        for request in again.wait_for_requests(3):
+            again.answer(request)
+        assert 6 == len(list(step))
+
+
 def test_closed_job_is_no_error_if_everything_was_answered(client: RolloutClient, job: FakeJob) -> None:
     with client.step(0, PROMPTS) as step:
         for request in job.wait_for_requests(3):

@@ -335,6 +335,16 @@ def test_error_says_what_is_wrong(body: object, expected_error: str) -> None:
         decode(msgpack.packb(body))
 
 
+@pytest.mark.parametrize("depth", [100, 500, 1000, 100_000])
+@pytest.mark.parametrize("kind", ["request", "partial", "rollout", "rewards", "cancel", "weights"])
+@pytest.mark.parametrize("field", ["prefix", "sampling", "rewards", "weight_spans", "unknown"])
+def test_nested_message_is_a_codec_error(depth: int, kind: str, field: str) -> None:
+    beginning = msgpack.packb({"v": 1, "kind": kind, field: 0})[:-1]
+    for one in (b"\x81" + msgpack.packb(field), b"\x91"):  # maps with the same key, and lists
+        with pytest.raises(CodecError):
+            decode(beginning + one * depth + b"\xc0")
+
+
 @given(st.text(min_size=1).filter(lambda t: "/" not in t), identifiers, st.integers(0, 99), st.integers(0, 99))
 def test_rollout_id_is_parsed_from_its_text(uid: str, request: str, sample: int, turn: int) -> None:
     assert RolloutId(uid, request, sample, turn) == RolloutId.parse(str(RolloutId(uid, request, sample, turn)))

@@ -29,7 +29,14 @@ from rollout_api.redis_client.connection import (
     explain_error,
     wait_until_usable,
 )
-from rollout_api.redis_client.retry import ClientRetryPolicy, is_out_of_memory, is_transient, retry
+from rollout_api.redis_client.retry import (
+    ClientRetryPolicy,
+    RetryPolicy,
+    is_out_of_memory,
+    is_transient,
+    retry,
+    retry_async,
+)
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 from tests.support.waiting import wait_for
 
@@ -480,3 +487,27 @@ async def test_unreachable_sentinels_are_named_in_the_error() -> None:
         await ClientRetryPolicy(server_name(client), 1).run(client.ping, action="ping")
     assert time.monotonic() - started < 5
     assert "secret" not in str(caught.value)
+
+
+USER = "job on >secret ~* &* +@all"
+
+
+async def test_a_user_that_is_missing_for_a_while_after_a_failover_is_waited_for(tmp_path: Path) -> None:
+    with Server(tmp_path, users=[USER]) as server:
+        admin = connect(server.url)
+        client, policy = connect_async(f"redis://job:secret@127.0.0.1:{server.port}"), RetryPolicy()
+        await retry_async(client.set, "key", 1, policy=policy)
+        admin.execute_command("ACL", "DELUSER", "job")  # which also closes the user's connections
+        later = threading.Timer(1.0, admin.execute_command, ["ACL", "SETUSER", *USER.split()])
+        later.start()
+        assert b"1" == await retry_async(client.get, "key", policy=policy)
+        later.join()
+        await client.aclose()
+
+
+async def test_a_wrong_password_is_reported_at_once(tmp_path: Path) -> None:
+    with Server(tmp_path, users=[USER]) as server:
+        client = connect_async(f"redis://job:wrong@127.0.0.1:{server.port}")
+        with pytest.raises(redis.AuthenticationError):
+            await asyncio.wait_for(retry_async(client.get, "key", policy=RetryPolicy()), 5)
+        await client.aclose()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 import redis.asyncio
+import uvloop
 
 from rollout_api.ports import free_port
 from rollout_api.redis_client.connection import connect_async
 from tests.support.redis_servers import Server
+from tests.support.tcp_proxy import Proxy
 
 
 async def num_connections(client: redis.asyncio.Redis) -> int:
@@ -166,3 +170,36 @@ async def test_commands_fail_once_the_client_is_closed(redis_url: str) -> None:
     for command in (waiting, client.get("key")):
         with pytest.raises(redis.ConnectionError):
             await command
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_connections_that_are_cut_at_any_moment_raise_errors_of_redis(
+    redis_url: str, run: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
+    proxy = Proxy(urlsplit(redis_url).port or 0)
+    failures: list[Exception] = []
+
+    async def use(client: redis.asyncio.Redis) -> None:
+        for number in range(60):
+            try:
+                if number % 3:
+                    await client.set("key", "x" * 10_000)
+                else:
+                    async with client.pipeline(transaction=True) as pipeline:
+                        pipeline.set("key", "x")
+                        await pipeline.execute()
+            except Exception as error:
+                failures.append(error)
+            if number % 2:
+                proxy.drop()
+
+    async def use_concurrently() -> None:
+        async with connect_async(f"redis://127.0.0.1:{proxy.port}") as client:
+            await asyncio.gather(*(use(client) for _ in range(6)))
+
+    try:
+        run(use_concurrently())
+    finally:
+        proxy.close()
+    assert proxy.dropped
+    assert [] == [error for error in failures if not isinstance(error, redis.RedisError)]

@@ -198,7 +198,14 @@ def test_an_adapter_that_vllm_cannot_load_changes_nothing(
     tensors = load_file(unknown_module / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.other.lora_A.weight"] = torch.zeros(RANK, 64)
     save_file(tensors, unknown_module / "adapter_model.safetensors")
-    for adapter in (too_large, truncated, unknown_module, tmp_path / "missing"):
+    diverged = make_adapter(tmp_path / "diverged", model, 1)
+    tensors = load_file(diverged / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, diverged / "adapter_model.safetensors")
+    unreadable = [make_adapter(tmp_path / f"unreadable-{number}", model, 1) for number in range(2)]
+    for adapter, contents in zip(unreadable, ("[]", "[" * 100_000), strict=True):
+        (adapter / "adapter_config.json").write_text(contents)
+    for adapter in (too_large, truncated, unknown_module, diverged, *unreadable, tmp_path / "missing"):
         with pytest.raises(EngineError, match=f"continues with weight version {BASE_VERSION}"):
             lora_engine.loop.run(lora_engine.engine.load_adapter(adapter, 4))
     assert max_error(reference, lora_engine.sample([PROMPT], SAMPLING), SAMPLING) < MAX_LOGPROB_ERROR

@@ -68,8 +68,24 @@ def test_an_adapter_outside_the_allowed_roots_or_without_safetensors_is_rejected
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with pytest.raises(ModelError, match=f"has no {name}"):
             resolve_adapter(str(adapter), cache, cache / "inside", [str(tmp_path)])
-        (adapter / name).touch()
+        (adapter / name).write_text("{}")
     assert adapter == resolve_adapter(str(adapter), cache, cache / "inside", [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [(b"[]", "is not a JSON object"), (b"[" * 100_000, "cannot be read"), (b"\xff", "cannot be read")],
+    ids=["list", "nested", "binary"],
+)
+def test_published_configurations_that_are_malformed_are_rejected(
+    tmp_path: Path, cache: Path, contents: bytes, reason: str
+) -> None:
+    checkpoint = make_model(tmp_path / "checkpoint")
+    (checkpoint / "adapter_model.safetensors").touch()
+    for name, resolve in (("config.json", resolve_checkpoint), ("adapter_config.json", resolve_adapter)):
+        (checkpoint / name).write_bytes(contents)
+        with pytest.raises(ModelError, match=f"{name} {reason}"):
+            resolve(str(checkpoint), cache, cache / "inside", [str(tmp_path)])
 
 
 def test_a_full_volume_is_named_as_the_reason_why_a_model_is_not_available(

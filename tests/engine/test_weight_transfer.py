@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
@@ -24,6 +27,7 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.messages import UpdateMode
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.response import UnusableOutputError
 from rollout_worker.engine.vllm_patches import load_nccl_id, unpickling_nccl_ids_only
 from rollout_worker.engine.worker_extension import EngineExtension
 from tests.support.engines import EngineHarness, engine_config
@@ -118,6 +122,28 @@ def test_vllm_receives_the_weights_of_another_process_and_serves_them(
     check(engine, models[0], 0)
     engine.loop.run(transfer(engine.engine, models[1], 2))
     check(engine, models[1], 2)
+
+
+def test_weights_that_are_not_finite_are_refused_or_named(
+    engine: EngineHarness, models: list[Path], tmp_path: Path
+) -> None:
+    diverged = Path(shutil.copytree(models[1], tmp_path / "diverged"))
+    tensors = load_file(diverged / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.nan
+    save_file(tensors, diverged / "model.safetensors")
+    engine.loop.run(engine.engine.load_weights(models[0], 0))
+    with pytest.raises(
+        EngineError, match=r"down_proj.weight has values that are NaN.* continues with weight version 0"
+    ):
+        engine.loop.run(transfer(engine.engine, diverged, 1))
+    check(engine, models[0], 0)
+    # The engine cannot return to weights that came from a trainer's memory, too.
+    engine.loop.run(transfer(engine.engine, models[1], 2))
+    engine.loop.run(transfer(engine.engine, diverged, 3))
+    with pytest.raises(UnusableOutputError, match="weight version 3 must have values that are NaN"):
+        engine.sample([PROMPT], SAMPLING)
+    engine.loop.run(transfer(engine.engine, models[1], 4))
+    check(engine, models[1], 4)
 
 
 def test_the_identifier_that_a_trainer_of_vllm_sends_is_received() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
 from rollout_store.job.engines import EngineError
 from rollout_worker.engine import weight_loading
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine.response import GenerationResult, UnusableOutputError
+from rollout_worker.engine.vllm_patches import is_finite
 from rollout_worker.engine.weight_loading import check_checkpoint
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
@@ -244,9 +247,23 @@ def add_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["extra"] = tensors["model.norm.weight"].clone()
 
 
-def refer_to_missing_file(directory: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+def set_value(name: str, value: float) -> Corruption:
+    """A corruption that replaces the last value of a tensor."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return edit_tensors(edit)
+
+
+def write_index(contents: bytes) -> Corruption:
+    """A corruption that gives a checkpoint an index with these contents."""
+    return lambda directory: (directory / "model.safetensors.index.json").write_bytes(contents)
+
+
+def map_norm_to(file: Any) -> Corruption:
+    """A corruption that gives a checkpoint an index which maps the first tensor to *file*."""
+    return write_index(json.dumps({"weight_map": {"model.norm.weight": file}}).encode())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +274,16 @@ def refer_to_missing_file(directory: Path) -> None:
         (edit_tensors(remove_norm), "has no model.norm.weight"),
         (edit_tensors(add_tensor), "has extra, which the model does not have"),
         (edit_tensors(make_norm_integer), "model.norm.weight is I8, but the model has F32"),
-        (refer_to_missing_file, "model-00001-of-00002.safetensors cannot be read"),
+        (map_norm_to("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors cannot be read"),
+        (map_norm_to(["model.safetensors"]), "must map 'model.norm.weight' to the name of a file in this directory"),
+        (map_norm_to(7), "to the name of a file in this directory, not to 7"),
+        (map_norm_to("../other/model.safetensors"), "to the name of a file in this directory"),
+        (write_index(b"[]"), "index.json has no weight_map"),
+        (write_index(b'{"weight_map": []}'), "index.json has no weight_map"),
+        (write_index(b"[" * 100_000), "index.json cannot be read: maximum recursion depth"),
+        (write_index(b"\xff\x00"), "index.json cannot be read"),
+        (set_value("model.norm.weight", math.nan), "model.norm.weight in model.safetensors has values that are NaN"),
+        (set_value("model.layers.1.mlp.down_proj.weight", math.inf), "down_proj.weight in model.safetensors has"),
     ],
 )
 def test_corrupt_weights_are_rejected_before_they_are_loaded(
@@ -280,6 +306,32 @@ def test_weights_of_another_float_data_type_are_accepted(tmp_path: Path, other: 
     half = Path(shutil.copytree(other, tmp_path / "half"))
     edit_tensors(lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))(half)
     check_checkpoint(half, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_only_values_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    largest = torch.full((5, 1000), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest)  # although their sum overflows
+    for value in (math.nan, math.inf, -math.inf):
+        largest[3, 400] = value
+        assert not is_finite(largest)
+    assert is_finite(torch.ones(3, dtype=torch.int8))
+    assert is_finite(torch.ones(3).to(torch.float8_e4m3fn))
+    assert is_finite(torch.ones(0, dtype=dtype))
+
+
+def test_rollouts_of_weights_with_which_the_model_overflows_name_the_version(
+    tmp_path: Path, engine: EngineHarness, other: Path, model: Path, reference: ReferenceDistribution
+) -> None:
+    huge = Path(shutil.copytree(other, tmp_path / "huge"))
+    edit_tensors(lambda tensors: tensors["model.norm.weight"].fill_(torch.finfo(torch.float32).max))(huge)
+    engine.loop.run(engine.engine.load_weights(huge, NEW_VERSION))
+    for sampling in (Sampling(n=1, max_tokens=5, logprobs=True), Sampling(n=1, max_tokens=5, prompt_logprobs=True)):
+        with pytest.raises(UnusableOutputError, match=f"weight version {NEW_VERSION} must have values that are NaN"):
+            engine.sample([PROMPT], sampling)
+    assert not engine.engine.stopped
+    engine.loop.run(engine.engine.load_weights(model, 8))
+    assert max_error(engine, reference) < MAX_LOGPROB_ERROR
 
 
 @pytest.mark.parametrize("corrupt", [truncate_file, edit_tensors(lengthen_norm), edit_tensors(add_tensor)])

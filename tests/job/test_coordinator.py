@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 import aiohttp
+import msgpack
 import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +25,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
     Cancel,
+    Close,
     FinishReason,
     InitWeightTransfer,
     Message,
@@ -599,6 +601,31 @@ def test_an_outdated_weight_update_becomes_a_dead_letter(run: Run) -> None:
             assert [7] == [update.weight_version for update in await job.job_store.job.weights()]
         [(_, letter)] = job.redis.xrange(JOB.dead_letters)
         assert b"weight version 6 is older than 7, which was published before" == letter[b"reason"]
+
+    run(scenario)
+
+
+def test_malformed_entries_do_not_stop_the_coordinator(run: Run) -> None:
+    nested = msgpack.packb({"v": 1, "kind": "request", "prefix": 0})[:-1] + b"\x81\xa6prefix" * 1000 + b"\xc0"
+    data: list[dict[Any, Any]] = [{"d": one} for one in (nested, b"", b"\xff" * 9, encode(Close())[:-3])]
+    events: list[dict[Any, Any]] = [
+        {"r": "r"},
+        {"r": b"\xff", "s": "0"},
+        {"r": "r", "s": "x"},
+        {"r": "r", "s": "0", "l": "y"},
+    ]
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with job.coordinator(), job.engine("a") as engine:
+            job.send(JOB.requests, request("r", n=2))
+            await job.inbox(engine, 2)
+            for stream in (JOB.requests, JOB.control, JOB.events):
+                for fields in [*data, *events, {"x": "y"}]:
+                    job.redis.xadd(stream, fields)
+            job.redis.hset(JOB.engines, "broken", nested)
+            await asyncio.sleep(3 * FAST.engine_check_interval_s)
+            job.send(JOB.requests, request("s"))
+            assert {"r", "s"} == {order.request_id for order in await job.inbox(engine, 3)}
 
     run(scenario)
 

@@ -19,7 +19,17 @@ import redis.asyncio
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.protocol.messages import MAX_KEEP_SECONDS, Partial, RolloutRequest, WeightSpan, decode, encode
+from rollout_api.protocol.messages import (
+    MAX_KEEP_SECONDS,
+    InitWeightTransfer,
+    Partial,
+    PauseMode,
+    RolloutRequest,
+    WeightSpan,
+    WeightUpdate,
+    decode,
+    encode,
+)
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.pipelined import PipelinedConnection
 from rollout_api.redis_client.server_functions import read_source
@@ -36,6 +46,7 @@ from rollout_store.job import (
     StaleCoordinatorError,
     Stream,
 )
+from rollout_store.job.job_record import JobDescription
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.rollouts import AppendedTokens
@@ -44,6 +55,11 @@ from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for_async
 
 REPORT = EngineReport("engine-0", max_running=4)
+DESCRIPTION = JobDescription("/model", 300, "{}", 128, 1 << 20, 1 << 20, 100, "history", "")
+
+
+def weights(version: int) -> WeightUpdate:
+    return WeightUpdate(weight_version=version, uri=f"/weights/{version}")
 
 
 class StoreHarness:
@@ -291,6 +307,38 @@ async def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harnes
             await assignments.send(old, "e", [Order.update_weights()])
         with pytest.raises(StaleCoordinatorError):
             await assignments.reclaim(old, "e")
+
+
+async def test_late_writes_of_a_replaced_coordinator_have_no_effect(harness: StoreHarness) -> None:
+    group = InitWeightTransfer(group="g", engines={"e": 1}, init_info={})
+    async with harness.connected() as job_store:
+        job = job_store.job
+        old, new = await job_store.assignments.take_over(), await job_store.assignments.take_over()
+        await job.publish(new, "default/math", DESCRIPTION)
+        await job.set_weights(new, weights(2))
+        await job.set_pause(new, PauseMode.KEEP)
+        before = {key: harness.redis.dump(key) for key in harness.redis.scan_iter()}
+        for late in (
+            job.publish(old, "default/math", replace(DESCRIPTION, max_rollouts=1)),
+            job.set_weights(old, weights(3)),
+            job.set_transfer_group(old, group),
+            job.set_pause(old, None),
+            job.set_status(old, b"{}"),
+            job.set_canaries(old, "{}"),
+            job.set_closing(old),
+            job.set_closed(old),
+        ):
+            with pytest.raises(StaleCoordinatorError):
+                await late
+        assert before == {key: harness.redis.dump(key) for key in harness.redis.scan_iter()}
+
+
+async def test_weights_never_go_back_to_an_older_version(harness: StoreHarness) -> None:
+    async with harness.connected() as job_store:
+        coordinator = await job_store.assignments.take_over()
+        for version in (1, 2, 1):
+            await job_store.job.set_weights(coordinator, weights(version))
+        assert [weights(2)] == await job_store.job.weights()
 
 
 async def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(

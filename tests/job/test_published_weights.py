@@ -52,8 +52,8 @@ async def received(url: str, messages: list[bytes], *, group: InitWeightTransfer
     keys = MessageKeys("uid")
     store = JobStore.connect(url, keys)
     try:
-        await store.job.set_weights(UPDATE)
-        await store.job.set_transfer_group(group)
+        await store.job.set_weights(1, UPDATE)
+        await store.job.set_transfer_group(1, group)
         for message in messages:
             await store._client.xadd(keys.transfer_steps(UPDATE.uri), {MESSAGE_FIELD: message})
         steps: AsyncIterator[dict[str, Any]] = published_weights_of(store)._transfer_updates(UPDATE)

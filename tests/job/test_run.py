@@ -272,6 +272,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harness: CommandHarness) -> None:
     # Sampling is greedy with the same weights, so that a problem's rollouts are the same in each epoch and drafts are
     # accepted often. The rollouts are so long that one step more or less is less than a tenth of them.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_api import (
@@ -150,16 +152,25 @@ def test_weights_that_cannot_be_loaded_are_reported_and_the_old_ones_are_served(
         (invalid / "config.json").write_text('{"architectures": [')
         with pytest.raises(WeightsError, match=r"config\.json cannot be read"):
             await client.publish_weights(4, invalid)
+        (invalid / "config.json").write_bytes((broken / "config.json").read_bytes())
+        (invalid / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": [1]}}')
+        with pytest.raises(WeightsError, match="to the name of a file in this directory"):
+            await client.publish_weights(5, invalid)
+        tensors = load_file(job_harness.models / "1" / "model.safetensors")
+        tensors["model.norm.weight"] *= math.nan
+        save_file(tensors, broken / "model.safetensors")
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight in model\.safetensors has values that are NaN"):
+            await client.publish_weights(6, broken)
         assert {0} == versions(await gather(client, 1, prompts(2)))
-        pinned = await gather(client, 2, prompts(1, weight_version=4))
-        assert "no engine can load weight version 4" in pinned[0].detail
+        pinned = await gather(client, 2, prompts(1, weight_version=6))
+        assert "no engine can load weight version 6" in pinned[0].detail
         with pytest.raises(InvalidRequestError, match="0 is the model that the job started with"):
             await client.publish_weights(0, job_harness.models / "2")
-        loaded = await client.publish_weights(5, job_harness.models / "2")
+        loaded = await client.publish_weights(7, job_harness.models / "2")
         # Publishing the same weights again, as a restarted trainer does, succeeds. Other weights are rejected.
-        assert 2 == len((await client.publish_weights(5, job_harness.models / "2")).loaded)
-        with pytest.raises(InvalidRequestError, match="5 is already served with other weights; publish these as 6"):
-            await client.publish_weights(5, job_harness.models / "1")
+        assert 2 == len((await client.publish_weights(7, job_harness.models / "2")).loaded)
+        with pytest.raises(InvalidRequestError, match="7 is already served with other weights; publish these as 8"):
+            await client.publish_weights(7, job_harness.models / "1")
         assert 2 == len(loaded.loaded)
 
     job_harness.run(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -28,11 +29,14 @@ from rollout_operator.redis_users import (
     with_ca,
 )
 
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.access_rules import service_rules
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.address import Kind, parse_address, without_password
 from rollout_api.redis_client.connection import connect, connect_async
+from rollout_api.redis_client.retry import is_transient
 from tests.support.redis_servers import Certificates, Server
+from tests.support.waiting import wait_for_async
 
 KEY = b"k" * 32
 PASSWORD = "admin-password"
@@ -144,6 +148,22 @@ async def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Serv
         users = {name for name in admin.acl_users() if name.startswith(user_prefix(KEY))}
     assert {f"{user_prefix(KEY)}uid-of-math", f"{user_prefix(KEY)}history"} == users
     await client.aclose()
+
+
+async def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    with Server(tmp_path, password=PASSWORD, settings={"busy-reply-threshold": "100"}) as server:
+        api = StandInApi()
+        users = RedisUserManager(api, connect_async(server.url), server.url, KEY, by_default=True)
+        managing = asyncio.ensure_future(users.run([]))
+        users.update_job(job("a"))
+        api.jobs = [job("a")]
+        url = await wait_for_async(lambda: "rl/a-redis" in api.secrets and api.url("rl/a-redis"))
+        endless = asyncio.ensure_future(asyncio.to_thread(redis.Redis.from_url(url).eval, "while true do end", 0))
+        with pytest.raises(redis.ResponseError, match="killed") as killed:
+            await asyncio.wait_for(endless, 60)
+        assert is_transient(killed.value)
+        assert connect(server.url).ping()
+        await cancel_and_wait(managing)
 
 
 async def test_the_secret_of_an_earlier_job_of_this_name_delays_that_of_a_new_job_only_until_it_is_deleted(

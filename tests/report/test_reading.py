@@ -67,7 +67,7 @@ def job(redis_url: str) -> str:
 
     async def publish() -> None:
         store = JobStore.connect(redis_url, MessageKeys(UID))
-        await store.job.publish("default/math", describe())
+        await store.job.publish(1, "default/math", describe())
         for one in (asked, evaluated):
             entry: Any = server.xadd(store.keys.requests, {MESSAGE_FIELD: encode(one)})
             await store.requests.admit(entry.decode(), one)

@@ -14,7 +14,7 @@ from tests.support.cluster.kubectl_plugin import KubectlPlugin
 from tests.support.cluster.real_cluster import NAMESPACE, RealCluster, example, is_ready
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 JOB = "agents"
 START_TIMEOUT_S = 300

@@ -43,11 +43,11 @@ _WAIT_S = 0.5
 _RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
 _MIN_BATCH, _MAX_BATCH = 256, 4096
-"""Smallest and largest maximum number of entries of each stream in one batch. A batch takes several round trips, so it
+"""Smallest and largest maximum number of entries of a stream in one batch. A batch takes several round trips, so it
 has many entries while they are small.
 """
 _BATCH_BYTES = 8_000_000
-"""Approximate size of a batch whose maximum number of entries is between these limits."""
+"""Approximate size of a stream's part of a batch whose maximum number of entries is between these limits."""
 _STOP_TIMEOUT_S = 15.0
 """Seconds to wait for the batch in progress when the relay is stopped."""
 _Message = TypeVar("_Message")
@@ -85,8 +85,8 @@ class Relay:
         self._outbox, self._run_id, self._store, self._traces = Outbox(client, keys), keys.uid, store, traces
         self._failure: Exception | None = None
         """The error of the last batch; None if it succeeded."""
-        self._max_entries = _MIN_BATCH
-        """Maximum number of entries of each stream in the next batch."""
+        self._max_entries = dict.fromkeys((HistoryStream.REWARDS, HistoryStream.OUTBOX), _MIN_BATCH)
+        """Stream → maximum number of its entries in the next batch, in the order in which they are read."""
         self._generations: dict[int, int] = {}
         """Weight version → its generation in the history."""
         self._stopping = threading.Event()
@@ -136,15 +136,15 @@ class Relay:
         """Move the oldest entries; return how many there were."""
         # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
         # and stored only when the outbox has been emptied.
-        max_entries = self._max_entries
-        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=max_entries)
+        rewards, rollouts = self._outbox.read(self._max_entries)
         self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
-        if len(rollouts) < max_entries:
+        if len(rollouts) < self._max_entries[HistoryStream.OUTBOX]:
             self._move(HistoryStream.REWARDS, rewards, _decode_rewards, self._set_rewards)
-        if entries := rollouts + rewards:
-            mean_bytes = sum(len(entry.data) for entry in entries) / len(entries)
-            self._max_entries = max(_MIN_BATCH, min(_MAX_BATCH, int(_BATCH_BYTES / max(1, mean_bytes))))
-        return len(entries)
+        self._max_entries = {
+            HistoryStream.REWARDS: _next_max_entries(rewards),
+            HistoryStream.OUTBOX: _next_max_entries(rollouts),
+        }
+        return len(rollouts) + len(rewards)
 
     def _move(
         self,
@@ -291,6 +291,15 @@ class Relay:
         logger.warning("%s. The rewards are moved to the dead letters.", reason)
         self._outbox.add_dead_letter(HistoryStream.REWARDS, encode(message), reason)
         self._outbox.count_conflicts(len(conflicts))
+
+
+def _next_max_entries(entries: list[Entry]) -> int:
+    """Return how many entries of a stream the next batch may have, given those of this batch.
+
+    The next entries may be larger than these, so their number grows slowly and only while many are waiting.
+    """
+    largest = max((len(entry.data) for entry in entries), default=0)
+    return max(_MIN_BATCH, min(_MAX_BATCH, 2 * len(entries), _BATCH_BYTES // max(1, largest)))
 
 
 def _decode_rewards(entry: Entry) -> list[_Reward]:

@@ -191,11 +191,11 @@ class Outbox:
         streams: Any = dict.fromkeys(self._names.values(), "0")
         self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
 
-    def read(self, streams: Sequence[HistoryStream], *, max_entries: int) -> list[list[Entry]]:
-        """Return the oldest entries of each of *streams*, which are read in this order."""
+    def read(self, max_entries: Mapping[HistoryStream, int]) -> list[list[Entry]]:
+        """Return the oldest entries of each stream in *max_entries*, at most so many; they are read in this order."""
         pipeline = self._client.pipeline(transaction=False)
-        for stream in streams:
-            pipeline.xrange(self._names[stream], count=max_entries)
+        for stream, count in max_entries.items():
+            pipeline.xrange(self._names[stream], count=count)
         return [[Entry(as_text(entry_id), fields) for entry_id, fields in entries] for entries in pipeline.execute()]
 
     def delete(self, stream: HistoryStream, entries: Sequence[Entry]) -> None:

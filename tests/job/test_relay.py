@@ -262,3 +262,31 @@ def test_round_trips_do_not_grow_with_the_number_of_rewards(harness: RelayHarnes
     proxy.close()
     assert {rollout_key("uid/249/1/0"), rollout_key("uid/249/0/0")} == harness.history.statistics.rewards("p249").keys()
     assert elapsed < 4, f"500 rollouts and 500 rewards took {elapsed:.1f} s"
+
+
+def counts_of_reads(harness: RelayHarness, stream: str, batches: int) -> list[int]:
+    """Return how many entries of *stream* the relay asks for in each of the next batches."""
+    with harness.redis.monitor() as monitor:
+        for _ in range(batches):
+            harness.relay._move_batch()
+        harness.redis.echo("end")
+        counts = []
+        while (command := monitor.next_command()["command"]) != "ECHO end":
+            words = command.split()
+            if words[:2] == ["XRANGE", stream]:
+                counts.append(int(words[-1]))
+    return counts
+
+
+def test_many_small_rewards_do_not_enlarge_the_batches_of_rollouts(harness: RelayHarness) -> None:
+    pipeline = harness.redis.pipeline()
+    for number in range(4000):
+        pipeline.xadd(JOB.rewards, {MESSAGE_FIELD: encode(Rewards(rewards={f"uid/{number}/0/0": 1.0}))})
+    pipeline.execute()
+    assert [256, 512, 1024, 2048] == counts_of_reads(harness, JOB.rewards, 4)
+    asked = request(n=300)
+    for sample in range(300):
+        pipeline.xadd(JOB.outbox, {MESSAGE_FIELD: encode(rollout(asked, sample, length=10_000))})
+    pipeline.execute()
+    assert [256, 256, 256] == counts_of_reads(harness, JOB.outbox, 3)
+    assert 300 == harness.relay.num_appended

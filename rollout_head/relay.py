@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ from rollout_head.tracing import SpanData, TraceExporter, span_of_append
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import AppendResult, HistoryStore
 from rollout_store.job.requests import LedgerEntry, RequestTrace
-from rollout_store.job.streams import Entry, HistoryStream, Outbox, arrival_time
+from rollout_store.job.streams import MAX_DEAD_LETTER_BYTES, Entry, HistoryStream, Outbox, arrival_time
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ has many entries while they are small.
 """
 _BATCH_BYTES = 8_000_000
 """Approximate size of a stream's part of a batch whose maximum number of entries is between these limits."""
+_REWARDS_PER_DEAD_LETTER = 100
+"""Maximum number of refused rewards in one dead letter; fewer if their ids are long, so that none of them is cut."""
 _STOP_TIMEOUT_S = 15.0
 """Seconds to wait for the batch in progress when the relay is stopped."""
 _Message = TypeVar("_Message")
@@ -174,7 +176,7 @@ class Relay:
             rejected += [(entry, reason) for entry, reason in entries_with_reasons if reason is not None]
         for entry, reason in rejected:
             logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
-            self._outbox.add_dead_letter(stream, entry.data, reason)
+        self._outbox.add_dead_letters(stream, [(entry.data, reason) for entry, reason in rejected])
         self._outbox.delete(stream, entries)
 
     def _decode_rollout(self, entry: Entry) -> _OutboxRollout:
@@ -279,17 +281,13 @@ class Relay:
         ]
 
     def _reject(self, conflicts: list[_Reward]) -> None:
-        """Keep rewards that belong to other tokens than those in the history as a dead letter."""
-        message = Rewards(
-            rewards={str(reward.rollout_id): reward.value for reward in conflicts},
-            digests={str(reward.rollout_id): reward.digest for reward in conflicts},
-        )
+        """Keep rewards that belong to other tokens than those in the history as dead letters."""
         reason = (
             f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for other tokens "
             "than those in the history: Redis has lost the rollouts in a crash, and they were sampled again"
         )
         logger.warning("%s. The rewards are moved to the dead letters.", reason)
-        self._outbox.add_dead_letter(HistoryStream.REWARDS, encode(message), reason)
+        self._outbox.add_dead_letters(HistoryStream.REWARDS, [(data, reason) for data in _encode_rewards(conflicts)])
         self._outbox.count_conflicts(len(conflicts))
 
 
@@ -300,6 +298,22 @@ def _next_max_entries(entries: list[Entry]) -> int:
     """
     largest = max((len(entry.data) for entry in entries), default=0)
     return max(_MIN_BATCH, min(_MAX_BATCH, 2 * len(entries), _BATCH_BYTES // max(1, largest)))
+
+
+def _encode_rewards(rewards: list[_Reward]) -> Iterator[bytes]:
+    """Encode rewards as messages that dead letters keep as a whole."""
+    data = encode(
+        Rewards(
+            rewards={str(reward.rollout_id): reward.value for reward in rewards},
+            digests={str(reward.rollout_id): reward.digest for reward in rewards},
+        )
+    )
+    if len(rewards) == 1 or (len(rewards) <= _REWARDS_PER_DEAD_LETTER and len(data) <= MAX_DEAD_LETTER_BYTES):
+        yield data
+        return
+    size = min(_REWARDS_PER_DEAD_LETTER, (len(rewards) + 1) // 2)
+    for start in range(0, len(rewards), size):
+        yield from _encode_rewards(rewards[start : start + size])
 
 
 def _decode_rewards(entry: Entry) -> list[_Reward]:

@@ -52,7 +52,7 @@ CONFLICTS = "conflicts"
 """Field of the job's totals with the number of rollouts and rewards that did not belong to the history's tokens."""
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
-_MAX_DEAD_LETTER_BYTES = 16 * 1024
+MAX_DEAD_LETTER_BYTES = 16 * 1024
 """Number of first bytes of a message that its dead letter keeps, so that all dead letters together take at most some
 16 MiB. They show what the message is and where it came from.
 """
@@ -162,7 +162,7 @@ def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes,
         reason: why it could not be processed.
     """
     fields = {
-        MESSAGE_FIELD: data[:_MAX_DEAD_LETTER_BYTES],
+        MESSAGE_FIELD: data[:MAX_DEAD_LETTER_BYTES],
         "bytes": len(data),
         "reason": reason[:_MAX_REASON_CHARS],
         "stream": stream,
@@ -203,9 +203,14 @@ class Outbox:
         if entries:
             self._client.xdel(self._names[stream], *(entry.entry_id for entry in entries))
 
-    def add_dead_letter(self, stream: HistoryStream, data: bytes, reason: str) -> None:
-        """Add a message of a stream to the dead letters."""
-        add_dead_letter(self._client, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
+    def add_dead_letters(self, stream: HistoryStream, letters: Sequence[tuple[bytes, str]]) -> None:
+        """Add messages of a stream, with the reasons, to the dead letters, in one round trip."""
+        if not letters:
+            return
+        pipeline = self._client.pipeline(transaction=False)
+        for data, reason in letters:
+            add_dead_letter(pipeline, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
+        pipeline.execute()
 
     def clock(self) -> float:
         """Return the Unix time by the clock of Redis, which also sets the times of entries."""

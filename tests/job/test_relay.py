@@ -217,6 +217,18 @@ def test_a_reward_for_other_tokens_than_those_in_the_history_is_kept_apart(harne
     assert 1 == conflicts(harness)
 
 
+def test_all_refused_rewards_can_be_read_from_the_dead_letters(harness: RelayHarness) -> None:
+    ids = ["r", f"train:7:{'f' * 200}"]  # with the long ids, a hundred rewards are larger than what is kept of a letter
+    harness.finish(*(request(request_id, n=300) for request_id in ids))
+    sent = {f"uid/{request_id}/{sample}/0": sample / 4 for request_id in ids for sample in range(300)}
+    harness.send(JOB.rewards, Rewards(rewards=sent, digests=dict.fromkeys(sent, "0" * 16)))
+    harness.relay.drain()
+    letters = [letter for letter, _ in dead_letters(harness) if isinstance(letter, Rewards)]
+    assert sent == {rollout_id: value for letter in letters for rollout_id, value in letter.rewards.items()}
+    assert max(len(letter.rewards) for letter in letters) <= 100
+    assert 600 == conflicts(harness)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_rollout_with_other_tokens_than_those_in_the_history_is_kept_apart(
     harness: RelayHarness, version: int

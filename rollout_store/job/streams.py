@@ -13,9 +13,11 @@ import redis.asyncio
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, RolloutId
 from rollout_api.redis_client.retry import RetryPolicy
+from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_store.job.part import StorePart, as_text
 from rollout_store.job.requests import LedgerEntry
 
+_REPLACE = Function(__package__, "replace_ledger_entry")
 ENTRIES_PER_PAGE = 500
 """Number of stream entries in one reply when a whole stream is read."""
 
@@ -237,8 +239,9 @@ class Outbox:
         return entries
 
     def replace_ledger_entry(self, rollout_id: RolloutId, entry: LedgerEntry) -> None:
-        """Replace the ledger entry of a rollout that the job knows."""
-        self._client.hset(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample), entry.pack())
+        """Replace the ledger entry of a rollout, unless it has expired in the meantime."""
+        ledger = self._keys.ledger(rollout_id.request_id)
+        run(self._client, Call(_REPLACE, [ledger], [str(rollout_id.sample), entry.pack()]))
 
     def count_conflicts(self, number: int) -> None:
         """Add to the number of rollouts and rewards that belong to other tokens than those in the history."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollout_api.protocol.messages import (
     Purpose,
     Rewards,
     Rollout,
+    RolloutId,
     RolloutRequest,
     WeightSpan,
     decode,
@@ -28,7 +30,8 @@ from rollout_head.relay import Relay
 from rollout_store.history.records import START, HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import JobStore
-from rollout_store.job.streams import CONFLICTS, add_dead_letter
+from rollout_store.job.requests import LedgerEntry
+from rollout_store.job.streams import CONFLICTS, Outbox, add_dead_letter
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts
@@ -213,6 +216,36 @@ def test_a_reward_for_other_tokens_than_those_in_the_history_is_kept_apart(harne
     assert reward(received, 0.25) == letter
     assert "uid/r/0/0" in reason
     assert 1 == conflicts(harness)
+
+
+def test_rewards_wait_until_the_repeated_rollouts_of_all_problems_are_compared(harness: RelayHarness) -> None:
+    asked = [request(str(number), n=1, problem_id=f"p{number}") for number in range(150)]
+    harness.finish(*asked)
+    harness.relay.drain()
+    again = [rollout(one, 0, length=3) for one in asked]
+    for one in again:
+        harness.send(JOB.outbox, one)
+        harness.send(JOB.rewards, reward(one, 0.5))
+    left = []
+    while harness.redis.xlen(JOB.outbox):
+        harness.relay._move_batch()
+        left.append((harness.redis.xlen(JOB.outbox), harness.redis.xlen(JOB.rewards)))
+    assert [(86, 150), (22, 150), (0, 0)] == left
+    assert 300 == conflicts(harness)
+    assert {} == harness.history.statistics.rewards("p149")
+
+
+def test_a_ledger_that_has_expired_is_not_created_again(harness: RelayHarness) -> None:
+    harness.finish(request(n=1))
+    outbox, first = Outbox(harness.redis, JOB), RolloutId("uid", "r", 0)
+    [entry] = outbox.ledger_entries([first])
+    assert isinstance(entry, LedgerEntry)
+    outbox.replace_ledger_entry(first, replace(entry, digest=b"other"))
+    [replaced] = outbox.ledger_entries([first])
+    assert replace(entry, digest=b"other") == replaced
+    harness.redis.delete(JOB.ledger("r"))
+    outbox.replace_ledger_entry(first, entry)
+    assert not harness.redis.exists(JOB.ledger("r"))
 
 
 def test_all_refused_rewards_can_be_read_from_the_dead_letters(harness: RelayHarness) -> None:

@@ -6,8 +6,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum, auto
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +32,7 @@ from rollout_head.tracing import SpanData, TraceExporter, span_of_append
 from rollout_store.history.records import HistoryRecord
 from rollout_store.history.store import AppendResult, HistoryStore
 from rollout_store.job.requests import LedgerEntry, RequestTrace
-from rollout_store.job.streams import Entry, HistoryStream, Outbox, arrival_time
+from rollout_store.job.streams import MAX_DEAD_LETTER_BYTES, Entry, HistoryStream, Outbox, arrival_time
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +45,17 @@ _WAIT_S = 0.5
 _RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
 _MIN_BATCH, _MAX_BATCH = 256, 4096
-"""Smallest and largest maximum number of entries of each stream in one batch. A batch takes several round trips, so it
+"""Smallest and largest maximum number of entries of a stream in one batch. A batch takes several round trips, so it
 has many entries while they are small.
 """
 _BATCH_BYTES = 8_000_000
-"""Approximate size of a batch whose maximum number of entries is between these limits."""
+"""Approximate size of a stream's part of a batch whose maximum number of entries is between these limits."""
+_COMPARED_PROBLEMS = 64
+"""Maximum number of problems of which a batch reads all rollouts, to compare them with repeated ones. The repeated
+rollouts of further problems stay in the outbox for the next batches.
+"""
+_REWARDS_PER_DEAD_LETTER = 100
+"""Maximum number of refused rewards in one dead letter; fewer if their ids are long, so that none of them is cut."""
 _STOP_TIMEOUT_S = 15.0
 """Seconds to wait for the batch in progress when the relay is stopped."""
 _Message = TypeVar("_Message")
@@ -59,6 +67,16 @@ class _OutboxRollout(NamedTuple):
     problem_id: str
     record: HistoryRecord
     entry: Entry
+
+
+class _Later(Enum):
+    """In place of the reason why a message is refused: it stays in its stream for the next batch."""
+
+    LATER = auto()
+
+
+_Outcome = str | _Later | None
+"""Why a message is refused, or whether it is stored later; None if it is stored."""
 
 
 class _Reward(NamedTuple):
@@ -85,8 +103,8 @@ class Relay:
         self._outbox, self._run_id, self._store, self._traces = Outbox(client, keys), keys.uid, store, traces
         self._failure: Exception | None = None
         """The error of the last batch; None if it succeeded."""
-        self._max_entries = _MIN_BATCH
-        """Maximum number of entries of each stream in the next batch."""
+        self._max_entries = dict.fromkeys((HistoryStream.REWARDS, HistoryStream.OUTBOX), _MIN_BATCH)
+        """Stream → maximum number of its entries in the next batch, in the order in which they are read."""
         self._generations: dict[int, int] = {}
         """Weight version → its generation in the history."""
         self._stopping = threading.Event()
@@ -136,46 +154,52 @@ class Relay:
         """Move the oldest entries; return how many there were."""
         # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
         # and stored only when the outbox has been emptied.
-        max_entries = self._max_entries
-        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=max_entries)
-        self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
-        if len(rollouts) < max_entries:
+        rewards, rollouts = self._outbox.read(self._max_entries)
+        is_complete = self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
+        if is_complete and len(rollouts) < self._max_entries[HistoryStream.OUTBOX]:
             self._move(HistoryStream.REWARDS, rewards, _decode_rewards, self._set_rewards)
-        if entries := rollouts + rewards:
-            mean_bytes = sum(len(entry.data) for entry in entries) / len(entries)
-            self._max_entries = max(_MIN_BATCH, min(_MAX_BATCH, int(_BATCH_BYTES / max(1, mean_bytes))))
-        return len(entries)
+        self._max_entries = {
+            HistoryStream.REWARDS: _next_max_entries(rewards),
+            HistoryStream.OUTBOX: _next_max_entries(rollouts),
+        }
+        return len(rollouts) + len(rewards)
 
     def _move(
         self,
         stream: HistoryStream,
         entries: list[Entry],
         decode_entry: Callable[[Entry], _Message],
-        store: Callable[[list[_Message]], list[str | None]],
-    ) -> None:
-        """Store the messages of entries in the history, and delete the entries.
+        store: Callable[[list[_Message]], Sequence[_Outcome]],
+    ) -> bool:
+        """Store the messages of entries in the history, and delete the entries; return whether none was left for later.
 
         Args:
             stream: the stream of the entries.
             entries: the entries.
             decode_entry: decodes an entry; raises :class:`CodecError` if it cannot be decoded.
-            store: stores messages and returns for each one why it cannot be stored, or None.
+            store: stores messages and returns the outcome for each one.
         """
         decoded: list[tuple[Entry, _Message]] = []
         rejected: list[tuple[Entry, str]] = []
+        left: set[str] = set()
+        """Ids of the entries that stay."""
         for entry in entries:
             try:
                 decoded.append((entry, decode_entry(entry)))
             except CodecError as error:
                 rejected.append((entry, str(error)))
         if decoded:
-            reasons = store([message for _, message in decoded])
-            entries_with_reasons = zip((entry for entry, _ in decoded), reasons, strict=True)
-            rejected += [(entry, reason) for entry, reason in entries_with_reasons if reason is not None]
+            outcomes = store([message for _, message in decoded])
+            for (entry, _), outcome in zip(decoded, outcomes, strict=True):
+                if outcome is _Later.LATER:
+                    left.add(entry.entry_id)
+                elif outcome is not None:
+                    rejected.append((entry, outcome))
         for entry, reason in rejected:
             logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
-            self._outbox.add_dead_letter(stream, entry.data, reason)
-        self._outbox.delete(stream, entries)
+        self._outbox.add_dead_letters(stream, [(entry.data, reason) for entry, reason in rejected])
+        self._outbox.delete(stream, [entry for entry in entries if entry.entry_id not in left])
+        return not left
 
     def _decode_rollout(self, entry: Entry) -> _OutboxRollout:
         """Return the rollout of an outbox entry."""
@@ -202,10 +226,11 @@ class Relay:
         )
         return _OutboxRollout(rollout.problem_id, record, entry)
 
-    def _append(self, rollouts: list[_OutboxRollout]) -> list[str | None]:
+    def _append(self, rollouts: list[_OutboxRollout]) -> list[_Outcome]:
         results = self._store.append_all([(rollout.problem_id, rollout.record) for rollout in rollouts])
-        reasons = [_unusable_keys(result) if isinstance(result, redis.ResponseError) else None for result in results]
-        self.num_appended += reasons.count(None)
+        outcomes: list[_Outcome] = [
+            _unusable_keys(result) if isinstance(result, redis.ResponseError) else None for result in results
+        ]
         if self._traces is not None:
             now = self._outbox.clock()
             appended = zip(rollouts, results, strict=True)
@@ -213,34 +238,41 @@ class Relay:
                 self._append_span(rollout, now) for rollout, result in appended if result is AppendResult.APPENDED
             )
         repeated = [index for index, result in enumerate(results) if result is AppendResult.DUPLICATE]
-        for index, reason in zip(repeated, self._compare([rollouts[index] for index in repeated]), strict=True):
-            reasons[index] = reason
-        return reasons
+        for index, outcome in zip(repeated, self._compare([rollouts[index] for index in repeated]), strict=True):
+            outcomes[index] = outcome
+        self.num_appended += sum(not isinstance(result, redis.ResponseError) for result in results) - sum(
+            outcome is _Later.LATER for outcome in outcomes
+        )
+        return outcomes
 
-    def _compare(self, repeated: list[_OutboxRollout]) -> list[str | None]:
+    def _compare(self, repeated: list[_OutboxRollout]) -> list[_Outcome]:
         """Return for each rollout that the history has already why its tokens are refused; None if they are the same.
 
         A relay that was killed has left rollouts that are in the history. The tokens differ if the job's Redis has lost
         a rollout in a crash and the history has not: it was sampled again.
         """
+        problems = set(islice(dict.fromkeys(rollout.problem_id for rollout in repeated), _COMPARED_PROBLEMS))
         stored = {
             record.rollout_id: digest_of(record.tokens.astype("<u4").tobytes())
-            for problem in {rollout.problem_id for rollout in repeated}
+            for problem in problems
             for log_slice in self._store.read_all(problem)
             for record in log_slice.records
         }
-        reasons: list[str | None] = []
-        for _, record, _ in repeated:
+        outcomes: list[_Outcome] = []
+        for problem_id, record, _ in repeated:
+            if problem_id not in problems:
+                outcomes.append(_Later.LATER)
+                continue
             digest = digest_of(record.tokens.astype("<u4").tobytes())
             known = stored.get(record.rollout_id, digest)
-            reasons.append(None if known == digest else "the history has other tokens of this rollout, which it keeps")
+            outcomes.append(None if known == digest else "the history has other tokens of this rollout, which it keeps")
             if known != digest:
                 rollout_id = RolloutId.parse(record.rollout_id)
                 [entry] = self._outbox.ledger_entries([rollout_id])
                 if isinstance(entry, LedgerEntry):  # so that no reward for these tokens goes to the others
                     self._outbox.replace_ledger_entry(rollout_id, replace(entry, digest=bytes.fromhex(known)))
                 self._outbox.count_conflicts(1)
-        return reasons
+        return outcomes
 
     def _append_span(self, rollout: _OutboxRollout, appended_at: float) -> SpanData:
         rollout_id = RolloutId.parse(rollout.record.rollout_id)
@@ -279,18 +311,39 @@ class Relay:
         ]
 
     def _reject(self, conflicts: list[_Reward]) -> None:
-        """Keep rewards that belong to other tokens than those in the history as a dead letter."""
-        message = Rewards(
-            rewards={str(reward.rollout_id): reward.value for reward in conflicts},
-            digests={str(reward.rollout_id): reward.digest for reward in conflicts},
-        )
+        """Keep rewards that belong to other tokens than those in the history as dead letters."""
         reason = (
             f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for other tokens "
             "than those in the history: Redis has lost the rollouts in a crash, and they were sampled again"
         )
         logger.warning("%s. The rewards are moved to the dead letters.", reason)
-        self._outbox.add_dead_letter(HistoryStream.REWARDS, encode(message), reason)
+        self._outbox.add_dead_letters(HistoryStream.REWARDS, [(data, reason) for data in _encode_rewards(conflicts)])
         self._outbox.count_conflicts(len(conflicts))
+
+
+def _next_max_entries(entries: list[Entry]) -> int:
+    """Return how many entries of a stream the next batch may have, given those of this batch.
+
+    The next entries may be larger than these, so their number grows slowly and only while many are waiting.
+    """
+    largest = max((len(entry.data) for entry in entries), default=0)
+    return max(_MIN_BATCH, min(_MAX_BATCH, 2 * len(entries), _BATCH_BYTES // max(1, largest)))
+
+
+def _encode_rewards(rewards: list[_Reward]) -> Iterator[bytes]:
+    """Encode rewards as messages that dead letters keep as a whole."""
+    data = encode(
+        Rewards(
+            rewards={str(reward.rollout_id): reward.value for reward in rewards},
+            digests={str(reward.rollout_id): reward.digest for reward in rewards},
+        )
+    )
+    if len(rewards) == 1 or (len(rewards) <= _REWARDS_PER_DEAD_LETTER and len(data) <= MAX_DEAD_LETTER_BYTES):
+        yield data
+        return
+    size = min(_REWARDS_PER_DEAD_LETTER, (len(rewards) + 1) // 2)
+    for start in range(0, len(rewards), size):
+        yield from _encode_rewards(rewards[start : start + size])
 
 
 def _decode_rewards(entry: Entry) -> list[_Reward]:

@@ -492,7 +492,7 @@ class AsyncRolloutClient(JobConnection):
         Args:
             rewards: reward by rollout id. If a reward is reported again, the later one counts. If Redis loses a rollout
                 in a crash after this client has received it, the job may sample it again with other tokens. Its reward
-                is then not recorded in the history but becomes a dead letter.
+                is then not recorded in the history but becomes part of a dead letter.
 
         Raises:
             InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.

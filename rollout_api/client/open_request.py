@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -24,7 +24,7 @@ TokensCallback = Callable[[int, Partial], None]
 REQUESTS_PER_BATCH = 64
 """Requests that are sent, or whose results are read or released, in one round trip."""
 _MAX_DIGESTS = 100_000
-"""Rollouts, those received last, whose digests a client remembers for their rewards. They take about 25 MB."""
+"""Rollouts, those received last, whose digests a client remembers for their rewards. They take about 27 MB."""
 _MAX_UNTAKEN = 64
 """Rollouts of a step in memory above which further ones stay in Redis until they are taken."""
 _LOST_TOKENS = (
@@ -449,8 +449,8 @@ class OpenRequests:
         """Ids of requests to cancel, because nobody awaits their rollouts any more."""
         self.has_work = asyncio.Event()
         """Set when something is to be sent."""
-        self.digests: dict[str, str] = {}
-        """Rollout id → digest of its tokens, of training rollouts that a trainer has received."""
+        self.digests: OrderedDict[str, str] = OrderedDict()
+        """Rollout id → digest of its tokens, of training rollouts that a trainer has received; oldest first."""
         self._leftovers = leftovers
         self._open: dict[str, OpenRequest] = {}
 
@@ -468,8 +468,9 @@ class OpenRequests:
         if self._leftovers is None or rollout.purpose is not Purpose.TRAIN or not rollout.token_ids:
             return
         self.digests[rollout.rollout_id] = rollout.digest
+        self.digests.move_to_end(rollout.rollout_id)
         if len(self.digests) > _MAX_DIGESTS:
-            del self.digests[next(iter(self.digests))]
+            self.digests.popitem(last=False)
 
     def register(self, opened: OpenRequest) -> None:
         """Open a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self
@@ -74,13 +74,13 @@ class LedgerEntry:
 
     @classmethod
     def unpack(cls, data: bytes) -> LedgerEntry:
-        """Decode an entry.
+        """Decode an entry. Further fields, which a later release may have written, are ignored.
 
         Raises:
             CodecError: if *data* is not a ledger entry.
         """
         try:
-            problem_id, *values = msgpack.unpackb(data)
+            problem_id, *values = list(msgpack.unpackb(data))[: len(fields(cls))]
             return cls(problem_id.hex() if isinstance(problem_id, bytes) else problem_id, *values)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CodecError(f"not a ledger entry: {error}") from None

@@ -13,9 +13,11 @@ import redis.asyncio
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, RolloutId
 from rollout_api.redis_client.retry import RetryPolicy
+from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_store.job.part import StorePart, as_text
 from rollout_store.job.requests import LedgerEntry
 
+_REPLACE = Function(__package__, "replace_ledger_entry")
 ENTRIES_PER_PAGE = 500
 """Number of stream entries in one reply when a whole stream is read."""
 
@@ -52,7 +54,7 @@ CONFLICTS = "conflicts"
 """Field of the job's totals with the number of rollouts and rewards that did not belong to the history's tokens."""
 _MAX_DEAD_LETTERS = 1000
 """Approximate number of dead letters that are kept; the oldest are deleted."""
-_MAX_DEAD_LETTER_BYTES = 16 * 1024
+MAX_DEAD_LETTER_BYTES = 16 * 1024
 """Number of first bytes of a message that its dead letter keeps, so that all dead letters together take at most some
 16 MiB. They show what the message is and where it came from.
 """
@@ -162,7 +164,7 @@ def add_dead_letter(client: Any, dead_letters: str, *, stream: str, data: bytes,
         reason: why it could not be processed.
     """
     fields = {
-        MESSAGE_FIELD: data[:_MAX_DEAD_LETTER_BYTES],
+        MESSAGE_FIELD: data[:MAX_DEAD_LETTER_BYTES],
         "bytes": len(data),
         "reason": reason[:_MAX_REASON_CHARS],
         "stream": stream,
@@ -191,11 +193,11 @@ class Outbox:
         streams: Any = dict.fromkeys(self._names.values(), "0")
         self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
 
-    def read(self, streams: Sequence[HistoryStream], *, max_entries: int) -> list[list[Entry]]:
-        """Return the oldest entries of each of *streams*, which are read in this order."""
+    def read(self, max_entries: Mapping[HistoryStream, int]) -> list[list[Entry]]:
+        """Return the oldest entries of each stream in *max_entries*, at most so many; they are read in this order."""
         pipeline = self._client.pipeline(transaction=False)
-        for stream in streams:
-            pipeline.xrange(self._names[stream], count=max_entries)
+        for stream, count in max_entries.items():
+            pipeline.xrange(self._names[stream], count=count)
         return [[Entry(as_text(entry_id), fields) for entry_id, fields in entries] for entries in pipeline.execute()]
 
     def delete(self, stream: HistoryStream, entries: Sequence[Entry]) -> None:
@@ -203,9 +205,14 @@ class Outbox:
         if entries:
             self._client.xdel(self._names[stream], *(entry.entry_id for entry in entries))
 
-    def add_dead_letter(self, stream: HistoryStream, data: bytes, reason: str) -> None:
-        """Add a message of a stream to the dead letters."""
-        add_dead_letter(self._client, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
+    def add_dead_letters(self, stream: HistoryStream, letters: Sequence[tuple[bytes, str]]) -> None:
+        """Add messages of a stream, with the reasons, to the dead letters, in one round trip."""
+        if not letters:
+            return
+        pipeline = self._client.pipeline(transaction=False)
+        for data, reason in letters:
+            add_dead_letter(pipeline, self._keys.dead_letters, stream=self._names[stream], data=data, reason=reason)
+        pipeline.execute()
 
     def clock(self) -> float:
         """Return the Unix time by the clock of Redis, which also sets the times of entries."""
@@ -232,8 +239,9 @@ class Outbox:
         return entries
 
     def replace_ledger_entry(self, rollout_id: RolloutId, entry: LedgerEntry) -> None:
-        """Replace the ledger entry of a rollout that the job knows."""
-        self._client.hset(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample), entry.pack())
+        """Replace the ledger entry of a rollout, unless it has expired in the meantime."""
+        ledger = self._keys.ledger(rollout_id.request_id)
+        run(self._client, Call(_REPLACE, [ledger], [str(rollout_id.sample), entry.pack()]))
 
     def count_conflicts(self, number: int) -> None:
         """Add to the number of rollouts and rewards that belong to other tokens than those in the history."""

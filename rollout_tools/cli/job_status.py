@@ -120,14 +120,15 @@ def _of_messages(status: CoordinatorStatus) -> Iterator[Problem]:
         stream = MessageKeys(status["uid"]).dead_letters
         yield Problem(
             f"{status['dead_letters']} messages could not be read or processed",
-            f"The Redis stream {stream} has them with the reasons. Do trainer and job run the same version?",
+            f"The Redis stream {stream} has the beginning of each, with the reason. Do trainer and job run the same "
+            "version?",
         )
     if conflicts := status.get("conflicts", 0):  # an earlier release does not count them
         yield Problem(
             f"{conflicts} rewards or rollouts were not recorded, because the history has their rollouts with other "
             "tokens: Redis lost them in a crash, and they were sampled again",
             "Redis should write every change to disk at once (appendfsync always), or keep replicas, so that it loses "
-            "nothing. The dead letters have what was refused.",
+            "nothing. The newest dead letters have the refused rewards, and the beginning of each refused rollout.",
         )
 
 

@@ -28,7 +28,9 @@ from rollout_api import (
     WeightUpdate,
     decode,
 )
+from rollout_api.client import open_request
 from tests.support.fake_job import FakeJob
+from tests.support.job_messages import request, rollout
 from tests.support.waiting import wait_for
 
 
@@ -115,6 +117,15 @@ def test_rewards_name_the_tokens_that_were_received(client: RolloutClient, job: 
     message = decode(fields[b"d"])
     assert isinstance(message, Rewards)
     assert {rollout.rollout_id: rollout.digest for rollout in received} == message.digests
+
+
+def test_the_digests_of_rollouts_received_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_request, "_MAX_DIGESTS", 2)
+    requests = open_request.OpenRequests(open_request.Leftovers("t"))
+    first, second, third = (rollout(request(n=3), sample) for sample in range(3))
+    for received in (first, second, first, third):
+        requests.note_received(received)
+    assert [first.rollout_id, third.rollout_id] == list(requests.digests)
 
 
 def test_rewards_are_validated_and_sent(client: RolloutClient, job: FakeJob) -> None:

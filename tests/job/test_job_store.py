@@ -148,6 +148,8 @@ async def test_the_ledger_remembers_expiring_results_for_a_day(harness: StoreHar
     assert by_default == LedgerEntry.unpack(by_default.pack())
     earlier_release = msgpack.packb(("p", 5, "stop", 1, 2, 4, 3, "engine"))
     assert ("p", b"") == (LedgerEntry.unpack(earlier_release).problem_id, LedgerEntry.unpack(earlier_release).digest)
+    later_release = msgpack.packb([*msgpack.unpackb(entry.pack()), "new", {"newer": 1}])
+    assert entry == LedgerEntry.unpack(later_release)
 
 
 async def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness: StoreHarness) -> None:

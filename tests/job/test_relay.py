@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgpack
 import pytest
@@ -19,6 +19,7 @@ from rollout_api.protocol.messages import (
     Purpose,
     Rewards,
     Rollout,
+    RolloutId,
     RolloutRequest,
     WeightSpan,
     decode,
@@ -29,11 +30,11 @@ from rollout_head.relay import Relay
 from rollout_store.history.records import START, HistoryRecord
 from rollout_store.history.store import HistoryStore
 from rollout_store.job import JobStore
-from rollout_store.job.streams import CONFLICTS, add_dead_letter
+from rollout_store.job.requests import LedgerEntry
+from rollout_store.job.streams import CONFLICTS, Outbox, add_dead_letter
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts
-from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import wait_for
 
 READS = ("xread", "xrange")
@@ -217,6 +218,48 @@ def test_a_reward_for_other_tokens_than_those_in_the_history_is_kept_apart(harne
     assert 1 == conflicts(harness)
 
 
+def test_rewards_wait_until_the_repeated_rollouts_of_all_problems_are_compared(harness: RelayHarness) -> None:
+    asked = [request(str(number), n=1, problem_id=f"p{number}") for number in range(150)]
+    harness.finish(*asked)
+    harness.relay.drain()
+    again = [rollout(one, 0, length=3) for one in asked]
+    for one in again:
+        harness.send(JOB.outbox, one)
+        harness.send(JOB.rewards, reward(one, 0.5))
+    left = []
+    while harness.redis.xlen(JOB.outbox):
+        harness.relay._move_batch()
+        left.append((harness.redis.xlen(JOB.outbox), harness.redis.xlen(JOB.rewards)))
+    assert [(86, 150), (22, 150), (0, 0)] == left
+    assert 300 == conflicts(harness)
+    assert {} == harness.history.statistics.rewards("p149")
+
+
+def test_a_ledger_that_has_expired_is_not_created_again(harness: RelayHarness) -> None:
+    harness.finish(request(n=1))
+    outbox, first = Outbox(harness.redis, JOB), RolloutId("uid", "r", 0)
+    [entry] = outbox.ledger_entries([first])
+    assert isinstance(entry, LedgerEntry)
+    outbox.replace_ledger_entry(first, replace(entry, digest=b"other"))
+    [replaced] = outbox.ledger_entries([first])
+    assert replace(entry, digest=b"other") == replaced
+    harness.redis.delete(JOB.ledger("r"))
+    outbox.replace_ledger_entry(first, entry)
+    assert not harness.redis.exists(JOB.ledger("r"))
+
+
+def test_all_refused_rewards_can_be_read_from_the_dead_letters(harness: RelayHarness) -> None:
+    ids = ["r", f"train:7:{'f' * 200}"]  # with the long ids, a hundred rewards are larger than what is kept of a letter
+    harness.finish(*(request(request_id, n=300) for request_id in ids))
+    sent = {f"uid/{request_id}/{sample}/0": sample / 4 for request_id in ids for sample in range(300)}
+    harness.send(JOB.rewards, Rewards(rewards=sent, digests=dict.fromkeys(sent, "0" * 16)))
+    harness.relay.drain()
+    letters = [letter for letter, _ in dead_letters(harness) if isinstance(letter, Rewards)]
+    assert sent == {rollout_id: value for letter in letters for rollout_id, value in letter.rewards.items()}
+    assert max(len(letter.rewards) for letter in letters) <= 100
+    assert 600 == conflicts(harness)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_rollout_with_other_tokens_than_those_in_the_history_is_kept_apart(
     harness: RelayHarness, version: int
@@ -245,20 +288,52 @@ def test_a_rollout_with_other_tokens_than_those_in_the_history_is_kept_apart(
     assert {rollout_key(first.rollout_id): 0.75} == harness.history.statistics.rewards("p")
 
 
-def test_round_trips_do_not_grow_with_the_number_of_rewards(harness: RelayHarness, redis_url: str) -> None:
+def test_round_trips_do_not_grow_with_the_number_of_rewards(
+    harness: RelayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network latency of 20 ms would otherwise limit the relay to some tens of rewards per second."""
     asked = [request(str(number), problem_id=f"p{number}") for number in range(250)]
     harness.finish(*asked)
     for one in asked:
         harness.send(JOB.rewards, Rewards(rewards={f"uid/{one.request_id}/{sample}/0": 1.0 for sample in range(2)}))
-    address = urlsplit(redis_url)
-    assert address.port is not None
-    proxy = Proxy(address.port)
-    proxy.delay(0.01)
-    client = connect(redis_url.replace(f":{address.port}", f":{proxy.port}"))
-    started = time.monotonic()
-    Relay(client, JOB, HistoryStore(client, HISTORY, window=4)).drain()
-    elapsed = time.monotonic() - started
-    proxy.close()
+    num_sent = 0
+    send = redis.Connection.send_packed_command
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1  # a pipeline is sent at once, and its replies are awaited together
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(redis.Connection, "send_packed_command", count)
+    harness.relay.drain()
+    monkeypatch.undo()
     assert {rollout_key("uid/249/1/0"), rollout_key("uid/249/0/0")} == harness.history.statistics.rewards("p249").keys()
-    assert elapsed < 4, f"500 rollouts and 500 rewards took {elapsed:.1f} s"
+    assert num_sent < 40, f"500 rollouts and 500 rewards took {num_sent} round trips"
+
+
+def counts_of_reads(harness: RelayHarness, stream: str, batches: int) -> list[int]:
+    """Return how many entries of *stream* the relay asks for in each of the next batches."""
+    with harness.redis.monitor() as monitor:
+        for _ in range(batches):
+            harness.relay._move_batch()
+        harness.redis.echo("end")
+        counts = []
+        while (command := monitor.next_command()["command"]) != "ECHO end":
+            words = command.split()
+            if words[:2] == ["XRANGE", stream]:
+                counts.append(int(words[-1]))
+    return counts
+
+
+def test_many_small_rewards_do_not_enlarge_the_batches_of_rollouts(harness: RelayHarness) -> None:
+    pipeline = harness.redis.pipeline()
+    for number in range(4000):
+        pipeline.xadd(JOB.rewards, {MESSAGE_FIELD: encode(Rewards(rewards={f"uid/{number}/0/0": 1.0}))})
+    pipeline.execute()
+    assert [256, 512, 1024, 2048] == counts_of_reads(harness, JOB.rewards, 4)
+    asked = request(n=300)
+    for sample in range(300):
+        pipeline.xadd(JOB.outbox, {MESSAGE_FIELD: encode(rollout(asked, sample, length=10_000))})
+    pipeline.execute()
+    assert [256, 256, 256] == counts_of_reads(harness, JOB.outbox, 3)
+    assert 300 == harness.relay.num_appended

@@ -6,8 +6,10 @@ import inspect
 import json
 import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from http import HTTPStatus
+from types import NoneType
 from typing import Any
 
 from fastapi import HTTPException
@@ -22,6 +24,8 @@ _MAX_DEPTH = 100
 """Number of objects and lists within each other. Validation, templates and messages to the job are recursive."""
 _MAX_PROMPTS = 4096
 """Number of prompts of one request, each of which becomes a request to the job."""
+_MAX_PLACE = 200
+"""Number of characters of a value's place in a message."""
 _INTEGERS = range(-(2**63), 2**64)
 """Integers that messages to the job can have."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -136,35 +140,71 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
 
 
 def _check_values(fields: dict[str, Any], max_characters: int) -> None:
-    waiting: list[tuple[str, str, Any, int]] = [("", "", fields, 1)]
-    while waiting:
-        place, name, value, depth = waiting.pop()
-        if isinstance(value, dict | list):
-            if depth > _MAX_DEPTH:
-                raise _too_deep(place)
-            if isinstance(value, dict):
-                if not all(map(is_encodable, value)):
-                    raise _not_unicode(place)
-                waiting += [
-                    (f"{place}.{key}" if place else key, key, one, depth + 1)
-                    for key, one in reversed(value.items())
-                    if one is not None and not isinstance(one, bool)
-                ]
-            elif value and set(map(type, value)) == {int}:  # tokens, of which there may be millions
-                for number in (min(value), max(value)):
-                    if number not in _INTEGERS:
-                        raise _not_a_number(f"{place}[{value.index(number)}]")
-            else:
-                waiting += [(f"{place}[{index}]", name, one, depth + 1) for index, one in reversed([*enumerate(value)])]
-        elif isinstance(value, str):
-            if not is_encodable(value):
-                raise _not_unicode(place)
-            if name in _TEXT_FIELDS and len(value) > max_characters and not value.startswith("data:"):
-                raise BodyError(place, text_is_too_long(len(value), max_characters))
-        elif (isinstance(value, float) and not math.isfinite(value)) or (
-            isinstance(value, int) and value not in _INTEGERS
-        ):
-            raise _not_a_number(place)
+    """Check each value, its place in the body being built for an error only: places can be longer than the body.
+
+    Raises:
+        BodyError: a value cannot be processed.
+    """
+    _check_names(fields, [])
+    keys: list[str | int] = [""]  # of the current value, and of the objects and lists around it
+    levels: list[Iterator[tuple[str | int, Any]]] = [iter(fields.items())]
+    while levels:
+        for key, value in levels[-1]:
+            keys[-1] = key
+            if isinstance(value, dict | list):
+                if len(levels) == _MAX_DEPTH:
+                    raise _too_deep(_place(keys[:1]))
+                if isinstance(value, dict):
+                    _check_names(value, keys)
+                    levels.append(iter(value.items()))
+                elif _are_alike_and_usable(value, max_characters):
+                    continue
+                else:
+                    levels.append(enumerate(value))
+                keys.append("")
+                break
+            if isinstance(value, str):
+                if not is_encodable(value):
+                    raise _not_unicode(_place(keys))
+                if len(value) > max_characters and not value.startswith("data:") and _name(keys) in _TEXT_FIELDS:
+                    raise BodyError(_place(keys), text_is_too_long(len(value), max_characters))
+            elif isinstance(value, float):
+                if not math.isfinite(value):
+                    raise _not_a_number(_place(keys))
+            elif isinstance(value, int) and value not in _INTEGERS:
+                raise _not_a_number(_place(keys))
+        else:
+            levels.pop()
+            keys.pop()
+
+
+def _check_names(value: dict[str, Any], keys: list[str | int]) -> None:
+    if not all(map(is_encodable, value)):
+        raise _not_unicode(_place(keys))
+
+
+def _are_alike_and_usable(values: list[Any], max_characters: int) -> bool:
+    """Return whether a list, which may have millions of tokens, has values of one type, none of them wrong."""
+    types = set(map(type, values))
+    if types == {int}:
+        return min(values) in _INTEGERS and max(values) in _INTEGERS
+    if types == {float}:
+        return all(map(math.isfinite, values))
+    if types == {str}:
+        return max(map(len, values)) <= max_characters and all(map(is_encodable, values))
+    return types <= {bool, NoneType}
+
+
+def _name(keys: list[str | int]) -> str:
+    """Return the name of the field that has a value, possibly within lists."""
+    return next(key for key in reversed(keys) if isinstance(key, str))
+
+
+def _place(keys: list[str | int]) -> str:
+    """Return where a value is, for a message."""
+    parts = [f".{key[: _MAX_PLACE + 1]}" if isinstance(key, str) else f"[{key}]" for key in keys]
+    place = "".join(parts).removeprefix(".")
+    return place if len(place) <= _MAX_PLACE else f"{place[:_MAX_PLACE]}…"
 
 
 def text_is_too_long(length: int, max_characters: int) -> str:
@@ -222,10 +262,7 @@ def _kind(value: Any) -> str:
 
 
 def _too_deep(place: str) -> BodyError:
-    # The whole place would be as deep.
-    return BodyError(
-        place.partition(".")[0].partition("[")[0], f"objects and lists are nested more than {_MAX_DEPTH} deep"
-    )
+    return BodyError(place, f"objects and lists are nested more than {_MAX_DEPTH} deep")
 
 
 def _not_unicode(place: str) -> BodyError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,6 +76,23 @@ def test_a_body_with_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch
         checked_body(b'{"a": [' + b"[]," * 20 + b"1]}", MAX_CHARACTERS)
     text = json.dumps({"a": ',,[{"\\' * 20}).encode()
     assert text == checked_body(text, MAX_CHARACTERS)
+
+
+def test_places_of_values_need_no_memory() -> None:
+    key = "k" * 2_000_000
+    for values in (["", 1] * 1000, [{}] * 1000, [1.5, math.nan] * 1000):
+        body = json.dumps({"vllm_xargs": {key: values}}).encode()
+        tracemalloc.start()
+        try:
+            checked_body(body, MAX_CHARACTERS)
+        except BodyError as error:
+            assert "the number is not finite" in str(error)
+            assert "vllm_xargs.kkk" in str(error)
+            assert len(str(error)) < 400
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 20 * 2**20
 
 
 def test_the_tokenizer_gets_no_arguments_of_requests(server: str, job: ServedJob) -> None:

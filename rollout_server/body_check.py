@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -20,6 +21,10 @@ from rollout_server.access import error_response
 
 _MAX_VALUES = 4 * 2**20
 """Number of values in a body: Python needs 40 to 80 bytes for each, and a body of 64 MiB could have 20 million."""
+_MAX_CONTAINERS = 2**18
+"""Number of objects and lists in a body, which take more time and memory than tokens."""
+_MAX_BYTES_AT_ONCE = 2**16
+"""Size of a body above which a thread checks it, so that other requests continue."""
 _MAX_DEPTH = 100
 """Number of objects and lists within each other. Validation, templates and messages to the job are recursive."""
 _MAX_PROMPTS = 4096
@@ -28,7 +33,8 @@ _MAX_PLACE = 200
 """Number of characters of a value's place in a message."""
 _INTEGERS = range(-(2**63), 2**64)
 """Integers that messages to the job can have."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A text, or what follows a last quotation mark: without it, each escaped one after it would be tried in turn."""
 _TEXT_FIELDS = frozenset({"prompt", "text", "content", "input", "instructions", "system"})
 """Fields with a part of a prompt as text."""
 _OBJECTS = (
@@ -79,7 +85,9 @@ class BodyCheckMiddleware:
             body = await _read_body(receive)
             if body is None:
                 return
-            if body:
+            if len(body) > _MAX_BYTES_AT_ONCE:
+                body = await asyncio.to_thread(checked_body, body, self._max_characters)
+            elif body:
                 body = checked_body(body, self._max_characters)
         except HTTPException as error:  # the body is too large
             await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
@@ -116,10 +124,9 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     Raises:
         BodyError: it is not a JSON object, or has a value that cannot be processed.
     """
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
-        rest = _STRING.sub(b"", body)
-        if rest.count(b",") + rest.count(b"[") + rest.count(b"{") > _MAX_VALUES:
-            raise BodyError("", f"it has more than {_MAX_VALUES} values; send several requests")
+    # Commas and brackets in texts do not count, but removing the texts takes longer.
+    if _exceeded_limit(body) and (limit := _exceeded_limit(_STRING.sub(b"", body))):
+        raise BodyError("", f"it has more than {limit}; send several requests")
     try:
         fields = json.loads(body)
     except RecursionError:
@@ -139,6 +146,14 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     return json.dumps(fields).encode() if _replace_guided_fields(fields) else body
 
 
+def _exceeded_limit(body: bytes) -> str:
+    """Return which limit a body exceeds if it has no texts; empty if none."""
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > _MAX_CONTAINERS:
+        return f"{_MAX_CONTAINERS} objects and lists"
+    return f"{_MAX_VALUES} values" if containers + body.count(b",") > _MAX_VALUES else ""
+
+
 def _check_values(fields: dict[str, Any], max_characters: int) -> None:
     """Check each value, its place in the body being built for an error only: places can be longer than the body.
 
@@ -154,11 +169,11 @@ def _check_values(fields: dict[str, Any], max_characters: int) -> None:
             if isinstance(value, dict | list):
                 if len(levels) == _MAX_DEPTH:
                     raise _too_deep(_place(keys[:1]))
+                if not value or (isinstance(value, list) and _are_alike_and_usable(value, max_characters)):
+                    continue
                 if isinstance(value, dict):
                     _check_names(value, keys)
                     levels.append(iter(value.items()))
-                elif _are_alike_and_usable(value, max_characters):
-                    continue
                 else:
                     levels.append(enumerate(value))
                 keys.append("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -11,9 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from rollout_server import body_check
-from rollout_server.body_check import BodyError, checked_body
+from rollout_server.body_check import BodyCheckMiddleware, BodyError, checked_body
 from tests.support.served_job import MODEL_NAME, ServedJob
 
 MAX_CHARACTERS = 100
@@ -74,8 +76,18 @@ def test_a_body_with_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(body_check, "_MAX_VALUES", 10)
     with pytest.raises(BodyError, match="more than 10 values"):
         checked_body(b'{"a": [' + b"[]," * 20 + b"1]}", MAX_CHARACTERS)
+    monkeypatch.setattr(body_check, "_MAX_CONTAINERS", 5)
+    with pytest.raises(BodyError, match="more than 5 objects and lists"):
+        checked_body(b'{"a": [{}, {}, {}, {}]}', MAX_CHARACTERS)
     text = json.dumps({"a": ',,[{"\\' * 20}).encode()
     assert text == checked_body(text, MAX_CHARACTERS)
+
+
+def test_a_text_without_an_end_is_read_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(BodyError, match="objects and lists"):
+        checked_body(b"[" * 300_000 + b'"' + b'\\"' * 1_000_000, MAX_CHARACTERS)
+    assert time.monotonic() - started < 5
 
 
 def test_places_of_values_need_no_memory() -> None:
@@ -93,6 +105,28 @@ def test_places_of_values_need_no_memory() -> None:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         assert peak < 20 * 2**20
+
+
+@pytest.mark.parametrize("values", [[0.5] * 300_000, [{}] * 250_000, [[1.5, None]] * 100_000, ["a"] * 300_000])
+async def test_other_requests_continue_while_a_body_is_checked(values: list[Any]) -> None:
+    reached: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(await receive())
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps({"a": values}).encode()}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    check = BodyCheckMiddleware(app, MAX_CHARACTERS)({"type": "http", "method": "POST"}, receive, send)
+    task = asyncio.create_task(check)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert not task.done()
+    await task
+    assert 1 == len(reached)
 
 
 def test_the_tokenizer_gets_no_arguments_of_requests(server: str, job: ServedJob) -> None:

@@ -33,6 +33,10 @@ _MAX_PLACE = 200
 """Number of characters of a value's place in a message."""
 _INTEGERS = range(-(2**63), 2**64)
 """Integers that messages to the job can have."""
+_FIELDS_WITH_ANY_INTEGERS = frozenset(
+    {"tools", "response_format", "structured_outputs", "documents", "metadata", "text", "guided_json"}
+)
+"""Fields that reach the job as text or not at all, and whose JSON schemas may have larger integers."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A text, or what follows a last quotation mark: without it, each escaped one after it would be tried in turn."""
 _TEXT_FIELDS = frozenset({"prompt", "text", "content", "input", "instructions", "system"})
@@ -166,10 +170,13 @@ def _check_values(fields: dict[str, Any], max_characters: int) -> None:
     while levels:
         for key, value in levels[-1]:
             keys[-1] = key
+            has_any_integers = keys[0] in _FIELDS_WITH_ANY_INTEGERS
             if isinstance(value, dict | list):
                 if len(levels) == _MAX_DEPTH:
                     raise _too_deep(_place(keys[:1]))
-                if not value or (isinstance(value, list) and _are_alike_and_usable(value, max_characters)):
+                if not value or (
+                    isinstance(value, list) and _are_alike_and_usable(value, max_characters, has_any_integers)
+                ):
                     continue
                 if isinstance(value, dict):
                     _check_names(value, keys)
@@ -186,7 +193,7 @@ def _check_values(fields: dict[str, Any], max_characters: int) -> None:
             elif isinstance(value, float):
                 if not math.isfinite(value):
                     raise _not_a_number(_place(keys))
-            elif isinstance(value, int) and value not in _INTEGERS:
+            elif isinstance(value, int) and not has_any_integers and value not in _INTEGERS:
                 raise _not_a_number(_place(keys))
         else:
             levels.pop()
@@ -198,11 +205,11 @@ def _check_names(value: dict[str, Any], keys: list[str | int]) -> None:
         raise _not_unicode(_place(keys))
 
 
-def _are_alike_and_usable(values: list[Any], max_characters: int) -> bool:
+def _are_alike_and_usable(values: list[Any], max_characters: int, has_any_integers: bool) -> bool:
     """Return whether a list, which may have millions of tokens, has values of one type, none of them wrong."""
     types = set(map(type, values))
     if types == {int}:
-        return min(values) in _INTEGERS and max(values) in _INTEGERS
+        return has_any_integers or (min(values) in _INTEGERS and max(values) in _INTEGERS)
     if types == {float}:
         return all(map(math.isfinite, values))
     if types == {str}:

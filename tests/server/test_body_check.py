@@ -64,6 +64,7 @@ def test_what_cannot_be_processed_is_named(body: str, parameter: str | None, mes
         {"a": [1, 2.5, None, True, "x"], "b": {"c": [2**64 - 1, -(2**63)]}},
         {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64," + "A" * 200}}]}]},
         {"prompt": list(range(5000))},
+        {"tools": [{"function": {"parameters": {"enum": [2**64], "maximum": 2**64}}}], "metadata": {"a": -(2**70)}},
         {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "anything": [1]}},
     ],
 )
@@ -152,6 +153,24 @@ def test_a_text_that_is_no_prompt_is_not_tokenized(server: str, path: str, field
     assert field == reply.result().json()["error"]["param"]
     assert "characters" in reply.result().json()["error"]["message"]
     assert time.monotonic() - started < 5
+
+
+def test_schemas_may_have_any_integers(server: str, job: ServedJob) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**400, "enum": [2**64, 2**65]}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with job.serving(lambda request: job.answer_text(request, "two")):
+        for fields in (
+            {"tools": [tool]},
+            {"tools": [tool], "tool_choice": "required"},
+            {"response_format": form},
+            {"structured_outputs": {"json": schema}},
+            {"guided_json": schema},
+            {"metadata": {"a": 2**64}, "documents": [{"a": str(2**64), "b": 2**64}]},
+        ):
+            reply = httpx.post(f"{server}/v1/chat/completions", json=CHAT | fields, timeout=30)
+            assert reply.status_code in (200, 400), (fields, reply.text)
+            assert "64 bits" not in reply.text
 
 
 @pytest.mark.parametrize("name", ["Step", "Priority", "Turn", "Weight-Version"])

@@ -31,8 +31,8 @@ _MAX_PROMPTS = 4096
 """Number of prompts of one request, each of which becomes a request to the job."""
 _MAX_PLACE = 200
 """Number of characters of a value's place in a message."""
-_INTEGERS = range(-(2**63), 2**64)
-"""Integers that messages to the job can have."""
+_BODY_INTEGERS = range(-(2**63), 2**64)
+"""Integers that a body can have: those that MessagePack has, with or without a sign."""
 _FIELDS_WITH_ANY_INTEGERS = frozenset(
     {"tools", "response_format", "structured_outputs", "documents", "metadata", "text", "guided_json"}
 )
@@ -86,7 +86,7 @@ class BodyCheckMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read_body(receive)
+            body = await read_body(receive)
             if body is None:
                 return
             if len(body) > _MAX_BYTES_AT_ONCE:
@@ -110,7 +110,7 @@ class BodyCheckMiddleware:
         await self._app(scope, receive_checked, send)
 
 
-async def _read_body(receive: Receive) -> bytes | None:
+async def read_body(receive: Receive) -> bytes | None:
     """Return the body of a request; None if its client has disconnected."""
     parts: list[bytes] = []
     while True:
@@ -193,7 +193,7 @@ def _check_values(fields: dict[str, Any], max_characters: int) -> None:
             elif isinstance(value, float):
                 if not math.isfinite(value):
                     raise _not_a_number(_place(keys))
-            elif isinstance(value, int) and not has_any_integers and value not in _INTEGERS:
+            elif isinstance(value, int) and not has_any_integers and value not in _BODY_INTEGERS:
                 raise _not_a_number(_place(keys))
         else:
             levels.pop()
@@ -209,7 +209,7 @@ def _are_alike_and_usable(values: list[Any], max_characters: int, has_any_intege
     """Return whether a list, which may have millions of tokens, has values of one type, none of them wrong."""
     types = set(map(type, values))
     if types == {int}:
-        return has_any_integers or (min(values) in _INTEGERS and max(values) in _INTEGERS)
+        return has_any_integers or (min(values) in _BODY_INTEGERS and max(values) in _BODY_INTEGERS)
     if types == {float}:
         return all(map(math.isfinite, values))
     if types == {str}:

@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from rollout_server import body_check
-from rollout_server.body_check import BodyCheckMiddleware, BodyError, checked_body
+from rollout_server.body_check import BodyCheckMiddleware, BodyError, checked_body, read_body
 from tests.support.served_job import MODEL_NAME, ServedJob
 
 MAX_CHARACTERS = 100
@@ -82,6 +82,20 @@ def test_a_body_with_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch
         checked_body(b'{"a": [{}, {}, {}, {}]}', MAX_CHARACTERS)
     text = json.dumps({"a": ',,[{"\\' * 20}).encode()
     assert text == checked_body(text, MAX_CHARACTERS)
+
+
+async def test_a_body_may_arrive_in_parts() -> None:
+    def receiving(*messages: Message) -> Receive:
+        waiting = list(messages)
+
+        async def receive() -> Message:
+            return waiting.pop(0)
+
+        return receive
+
+    first = {"type": "http.request", "body": b"a", "more_body": True}
+    assert b"ab" == await read_body(receiving(first, {"type": "http.request", "body": b"b"}))
+    assert await read_body(receiving(first, {"type": "http.disconnect"})) is None
 
 
 def test_a_text_without_an_end_is_read_once() -> None:

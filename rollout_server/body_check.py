@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from http import HTTPStatus
+from types import NoneType
 from typing import Any
 
 from fastapi import HTTPException
@@ -18,13 +21,24 @@ from rollout_server.access import error_response
 
 _MAX_VALUES = 4 * 2**20
 """Number of values in a body: Python needs 40 to 80 bytes for each, and a body of 64 MiB could have 20 million."""
+_MAX_CONTAINERS = 2**18
+"""Number of objects and lists in a body, which take more time and memory than tokens."""
+_MAX_BYTES_AT_ONCE = 2**16
+"""Size of a body above which a thread checks it, so that other requests continue."""
 _MAX_DEPTH = 100
 """Number of objects and lists within each other. Validation, templates and messages to the job are recursive."""
 _MAX_PROMPTS = 4096
 """Number of prompts of one request, each of which becomes a request to the job."""
-_INTEGERS = range(-(2**63), 2**64)
-"""Integers that messages to the job can have."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_MAX_PLACE = 200
+"""Number of characters of a value's place in a message."""
+_BODY_INTEGERS = range(-(2**63), 2**64)
+"""Integers that a body can have: those that MessagePack has, with or without a sign."""
+_FIELDS_WITH_ANY_INTEGERS = frozenset(
+    {"tools", "response_format", "structured_outputs", "documents", "metadata", "text", "guided_json"}
+)
+"""Fields that reach the job as text or not at all, and whose JSON schemas may have larger integers."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A text, or what follows a last quotation mark: without it, each escaped one after it would be tried in turn."""
 _TEXT_FIELDS = frozenset({"prompt", "text", "content", "input", "instructions", "system"})
 """Fields with a part of a prompt as text."""
 _OBJECTS = (
@@ -72,10 +86,12 @@ class BodyCheckMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read_body(receive)
+            body = await read_body(receive)
             if body is None:
                 return
-            if body:
+            if len(body) > _MAX_BYTES_AT_ONCE:
+                body = await asyncio.to_thread(checked_body, body, self._max_characters)
+            elif body:
                 body = checked_body(body, self._max_characters)
         except HTTPException as error:  # the body is too large
             await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
@@ -94,7 +110,7 @@ class BodyCheckMiddleware:
         await self._app(scope, receive_checked, send)
 
 
-async def _read_body(receive: Receive) -> bytes | None:
+async def read_body(receive: Receive) -> bytes | None:
     """Return the body of a request; None if its client has disconnected."""
     parts: list[bytes] = []
     while True:
@@ -112,10 +128,9 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     Raises:
         BodyError: it is not a JSON object, or has a value that cannot be processed.
     """
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
-        rest = _STRING.sub(b"", body)
-        if rest.count(b",") + rest.count(b"[") + rest.count(b"{") > _MAX_VALUES:
-            raise BodyError("", f"it has more than {_MAX_VALUES} values; send several requests")
+    # Commas and brackets in texts do not count, but removing the texts takes longer.
+    if _exceeded_limit(body) and (limit := _exceeded_limit(_STRING.sub(b"", body))):
+        raise BodyError("", f"it has more than {limit}; send several requests")
     try:
         fields = json.loads(body)
     except RecursionError:
@@ -135,36 +150,83 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     return json.dumps(fields).encode() if _replace_guided_fields(fields) else body
 
 
+def _exceeded_limit(body: bytes) -> str:
+    """Return which limit a body exceeds if it has no texts; empty if none."""
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > _MAX_CONTAINERS:
+        return f"{_MAX_CONTAINERS} objects and lists"
+    return f"{_MAX_VALUES} values" if containers + body.count(b",") > _MAX_VALUES else ""
+
+
 def _check_values(fields: dict[str, Any], max_characters: int) -> None:
-    waiting: list[tuple[str, str, Any, int]] = [("", "", fields, 1)]
-    while waiting:
-        place, name, value, depth = waiting.pop()
-        if isinstance(value, dict | list):
-            if depth > _MAX_DEPTH:
-                raise _too_deep(place)
-            if isinstance(value, dict):
-                if not all(map(is_encodable, value)):
-                    raise _not_unicode(place)
-                waiting += [
-                    (f"{place}.{key}" if place else key, key, one, depth + 1)
-                    for key, one in reversed(value.items())
-                    if one is not None and not isinstance(one, bool)
-                ]
-            elif value and set(map(type, value)) == {int}:  # tokens, of which there may be millions
-                for number in (min(value), max(value)):
-                    if number not in _INTEGERS:
-                        raise _not_a_number(f"{place}[{value.index(number)}]")
-            else:
-                waiting += [(f"{place}[{index}]", name, one, depth + 1) for index, one in reversed([*enumerate(value)])]
-        elif isinstance(value, str):
-            if not is_encodable(value):
-                raise _not_unicode(place)
-            if name in _TEXT_FIELDS and len(value) > max_characters and not value.startswith("data:"):
-                raise BodyError(place, text_is_too_long(len(value), max_characters))
-        elif (isinstance(value, float) and not math.isfinite(value)) or (
-            isinstance(value, int) and value not in _INTEGERS
-        ):
-            raise _not_a_number(place)
+    """Check each value, its place in the body being built for an error only: places can be longer than the body.
+
+    Raises:
+        BodyError: a value cannot be processed.
+    """
+    _check_names(fields, [])
+    keys: list[str | int] = [""]  # of the current value, and of the objects and lists around it
+    levels: list[Iterator[tuple[str | int, Any]]] = [iter(fields.items())]
+    while levels:
+        for key, value in levels[-1]:
+            keys[-1] = key
+            has_any_integers = keys[0] in _FIELDS_WITH_ANY_INTEGERS
+            if isinstance(value, dict | list):
+                if len(levels) == _MAX_DEPTH:
+                    raise _too_deep(_place(keys[:1]))
+                if not value or (
+                    isinstance(value, list) and _are_alike_and_usable(value, max_characters, has_any_integers)
+                ):
+                    continue
+                if isinstance(value, dict):
+                    _check_names(value, keys)
+                    levels.append(iter(value.items()))
+                else:
+                    levels.append(enumerate(value))
+                keys.append("")
+                break
+            if isinstance(value, str):
+                if not is_encodable(value):
+                    raise _not_unicode(_place(keys))
+                if len(value) > max_characters and not value.startswith("data:") and _name(keys) in _TEXT_FIELDS:
+                    raise BodyError(_place(keys), text_is_too_long(len(value), max_characters))
+            elif isinstance(value, float):
+                if not math.isfinite(value):
+                    raise _not_a_number(_place(keys))
+            elif isinstance(value, int) and not has_any_integers and value not in _BODY_INTEGERS:
+                raise _not_a_number(_place(keys))
+        else:
+            levels.pop()
+            keys.pop()
+
+
+def _check_names(value: dict[str, Any], keys: list[str | int]) -> None:
+    if not all(map(is_encodable, value)):
+        raise _not_unicode(_place(keys))
+
+
+def _are_alike_and_usable(values: list[Any], max_characters: int, has_any_integers: bool) -> bool:
+    """Return whether a list, which may have millions of tokens, has values of one type, none of them wrong."""
+    types = set(map(type, values))
+    if types == {int}:
+        return has_any_integers or (min(values) in _BODY_INTEGERS and max(values) in _BODY_INTEGERS)
+    if types == {float}:
+        return all(map(math.isfinite, values))
+    if types == {str}:
+        return max(map(len, values)) <= max_characters and all(map(is_encodable, values))
+    return types <= {bool, NoneType}
+
+
+def _name(keys: list[str | int]) -> str:
+    """Return the name of the field that has a value, possibly within lists."""
+    return next(key for key in reversed(keys) if isinstance(key, str))
+
+
+def _place(keys: list[str | int]) -> str:
+    """Return where a value is, for a message."""
+    parts = [f".{key[: _MAX_PLACE + 1]}" if isinstance(key, str) else f"[{key}]" for key in keys]
+    place = "".join(parts).removeprefix(".")
+    return place if len(place) <= _MAX_PLACE else f"{place[:_MAX_PLACE]}…"
 
 
 def text_is_too_long(length: int, max_characters: int) -> str:
@@ -222,10 +284,7 @@ def _kind(value: Any) -> str:
 
 
 def _too_deep(place: str) -> BodyError:
-    # The whole place would be as deep.
-    return BodyError(
-        place.partition(".")[0].partition("[")[0], f"objects and lists are nested more than {_MAX_DEPTH} deep"
-    )
+    return BodyError(place, f"objects and lists are nested more than {_MAX_DEPTH} deep")
 
 
 def _not_unicode(place: str) -> BodyError:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rollout_server.access import RETRY_AFTER_S
+
+logger = logging.getLogger(__name__)
+
 _MAX_HEAD_BYTES = 32 * 2**10
 """Largest request line with all headers, and largest part of a body that is none of its content, such as trailers."""
 _HEAD_TIMEOUT_S = 20.0
-"""Seconds that a client has for the headers of a request, after it has connected or begun to send them."""
+"""Seconds that a client has for the headers of a request, after it has begun to send them."""
 _MAX_CONNECTIONS = 2**15
 """Number of connections, each of which may have unfinished headers of the largest size, together 1 GiB."""
 _RESERVED_FILES = 256
 """Files that are left for Redis, for the model's files, and for connections that are being closed."""
+_MAX_REFUSED = 64
+"""Number of these files for connections that are kept until their clients have read why they are refused."""
+_REFUSED_S = 1.0
+"""Seconds for which they are kept. If they were closed at once, most clients would see that they were reset."""
+_WARNING_INTERVAL_S = 10.0
+"""Seconds between two warnings that connections are refused."""
 
 
 def max_connections() -> int:
@@ -35,9 +46,16 @@ class LimitedProtocol(HttpToolsProtocol):
     """
 
     limit: ClassVar[int]
-    """Number of connections. At the limit, a new one replaces the one that has waited for its client the longest."""
+    """Number of connections.
+
+    At the limit, a new one replaces the one that has waited for its client the longest. If all others have requests in
+    progress, it is answered with the status 503.
+    """
     waiting: ClassVar[dict[LimitedProtocol, None]]
     """Connections of a server without a request that has arrived as a whole, beginning with the oldest."""
+
+    next_warning: ClassVar[float] = 0.0
+    """Time of the event loop before which no other warning is logged."""
 
     @classmethod
     def with_limit(cls, limit: int) -> type[LimitedProtocol]:
@@ -47,14 +65,20 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     """Bytes that were received since the last ones that are known to belong to something else."""
     _timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def connection_made(self, transport: Any) -> None:
         """See the base class."""
         super().connection_made(transport)
         self.waiting[self] = None
-        self._start_timer()
+        # Proxies connect before they have a request.
+        self._start_timer(self.timeout_keep_alive)
         if len(self.connections) > self.limit:
-            next(iter(self.waiting))._abort()
+            oldest = next(iter(self.waiting))
+            if oldest is self:
+                self._refuse()
+            else:
+                oldest._abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See the base class."""
@@ -63,7 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See the base class."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         self._head_bytes += len(data)
         super().data_received(data)
@@ -73,8 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See the base class."""
         super().on_message_begin()
-        if self._timer is None:
-            self._start_timer()
+        self._stop_timer()
+        self._start_timer(_HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
         """See the base class."""
@@ -105,13 +129,30 @@ class LimitedProtocol(HttpToolsProtocol):
         self._forget()
         super().handle_websocket_upgrade()
 
-    def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._abort)
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _refuse(self) -> None:
+        """Answer a client without waiting for its request, for which there is no room."""
+        cls, message = type(self), f"All {self.limit} connections of the server have requests in progress."
+        if self.loop.time() >= cls.next_warning:
+            cls.next_warning = self.loop.time() + _WARNING_INTERVAL_S
+            logger.warning("%s Others are refused; start more servers.", message)
+        self._forget()
+        self.transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+            + f"retry-after: {RETRY_AFTER_S}\r\ncontent-length: {len(message)}\r\n\r\n{message}".encode()
+        )
+        if len(self.connections) > self.limit + _MAX_REFUSED:
+            self.transport.close()
+        else:
+            self._is_refused = True
+            self._timer = self.loop.call_later(_REFUSED_S, self.transport.close)
 
     def _abort(self) -> None:
         self._forget()

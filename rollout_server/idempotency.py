@@ -15,6 +15,7 @@ from rollout_api.client.request_client import DEFAULT_KEEP_SECONDS, RequestClien
 from rollout_api.client.server_records import IdempotencyKeys
 from rollout_api.errors import RolloutClientError
 from rollout_server.access import error_response
+from rollout_server.body_check import read_body
 from rollout_server.request_context import IDEMPOTENCY_HEADER, current_context
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class IdempotencyMiddleware:
         if not key:
             await self._app(scope, receive, send)
             return
-        # BodyCheckMiddleware, outside of this one, has read the body as a whole.
-        body: bytes = (await receive())["body"]
+        if (body := await read_body(receive)) is None:
+            return
         keys, url = self._client.idempotency_keys, URL(scope=scope)
         own = fingerprint(f"{url.path}?{url.query}", current_context().headers, body)
         try:

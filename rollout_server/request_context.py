@@ -27,8 +27,8 @@ PREFIX_HEADER = "X-Rollout-Prefix"
 """Response header of conversations: where the tokens before the last messages come from; see
 :class:`~rollout_server.conversations.PrefixSource`."""
 _HEADER_PREFIX = "x-rollout-"
-_INTEGERS = range(-(2**63), 2**63)
-"""Integers that messages to the job and its history can have."""
+_FIELD_INTEGERS = range(-(2**63), 2**63)
+"""Integers that the fields of a rollout can have, in messages to the job and in its history."""
 
 
 class ContextError(ValueError):
@@ -105,7 +105,7 @@ def _text(value: Any) -> str:
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError
-    if (number := int(value)) not in _INTEGERS:
+    if (number := int(value)) not in _FIELD_INTEGERS:
         raise ValueError
     return number
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from rollout_server import body_check
-from rollout_server.body_check import BodyError, checked_body
+from rollout_server.body_check import BodyCheckMiddleware, BodyError, checked_body, read_body
 from tests.support.served_job import MODEL_NAME, ServedJob
 
 MAX_CHARACTERS = 100
@@ -60,6 +64,7 @@ def test_what_cannot_be_processed_is_named(body: str, parameter: str | None, mes
         {"a": [1, 2.5, None, True, "x"], "b": {"c": [2**64 - 1, -(2**63)]}},
         {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64," + "A" * 200}}]}]},
         {"prompt": list(range(5000))},
+        {"tools": [{"function": {"parameters": {"enum": [2**64], "maximum": 2**64}}}], "metadata": {"a": -(2**70)}},
         {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "anything": [1]}},
     ],
 )
@@ -72,8 +77,71 @@ def test_a_body_with_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(body_check, "_MAX_VALUES", 10)
     with pytest.raises(BodyError, match="more than 10 values"):
         checked_body(b'{"a": [' + b"[]," * 20 + b"1]}", MAX_CHARACTERS)
+    monkeypatch.setattr(body_check, "_MAX_CONTAINERS", 5)
+    with pytest.raises(BodyError, match="more than 5 objects and lists"):
+        checked_body(b'{"a": [{}, {}, {}, {}]}', MAX_CHARACTERS)
     text = json.dumps({"a": ',,[{"\\' * 20}).encode()
     assert text == checked_body(text, MAX_CHARACTERS)
+
+
+async def test_a_body_may_arrive_in_parts() -> None:
+    def receiving(*messages: Message) -> Receive:
+        waiting = list(messages)
+
+        async def receive() -> Message:
+            return waiting.pop(0)
+
+        return receive
+
+    first = {"type": "http.request", "body": b"a", "more_body": True}
+    assert b"ab" == await read_body(receiving(first, {"type": "http.request", "body": b"b"}))
+    assert await read_body(receiving(first, {"type": "http.disconnect"})) is None
+
+
+def test_a_text_without_an_end_is_read_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(BodyError, match="objects and lists"):
+        checked_body(b"[" * 300_000 + b'"' + b'\\"' * 1_000_000, MAX_CHARACTERS)
+    assert time.monotonic() - started < 5
+
+
+def test_places_of_values_need_no_memory() -> None:
+    key = "k" * 2_000_000
+    for values in (["", 1] * 1000, [{}] * 1000, [1.5, math.nan] * 1000):
+        body = json.dumps({"vllm_xargs": {key: values}}).encode()
+        tracemalloc.start()
+        try:
+            checked_body(body, MAX_CHARACTERS)
+        except BodyError as error:
+            assert "the number is not finite" in str(error)
+            assert "vllm_xargs.kkk" in str(error)
+            assert len(str(error)) < 400
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 20 * 2**20
+
+
+@pytest.mark.parametrize("values", [[0.5] * 300_000, [{}] * 250_000, [[1.5, None]] * 100_000, ["a"] * 300_000])
+async def test_other_requests_continue_while_a_body_is_checked(values: list[Any]) -> None:
+    reached: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(await receive())
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps({"a": values}).encode()}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    check = BodyCheckMiddleware(app, MAX_CHARACTERS)({"type": "http", "method": "POST"}, receive, send)
+    task = asyncio.create_task(check)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert not task.done()
+    await task
+    assert 1 == len(reached)
 
 
 def test_the_tokenizer_gets_no_arguments_of_requests(server: str, job: ServedJob) -> None:
@@ -99,6 +167,24 @@ def test_a_text_that_is_no_prompt_is_not_tokenized(server: str, path: str, field
     assert field == reply.result().json()["error"]["param"]
     assert "characters" in reply.result().json()["error"]["message"]
     assert time.monotonic() - started < 5
+
+
+def test_schemas_may_have_any_integers(server: str, job: ServedJob) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**400, "enum": [2**64, 2**65]}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with job.serving(lambda request: job.answer_text(request, "two")):
+        for fields in (
+            {"tools": [tool]},
+            {"tools": [tool], "tool_choice": "required"},
+            {"response_format": form},
+            {"structured_outputs": {"json": schema}},
+            {"guided_json": schema},
+            {"metadata": {"a": 2**64}, "documents": [{"a": str(2**64), "b": 2**64}]},
+        ):
+            reply = httpx.post(f"{server}/v1/chat/completions", json=CHAT | fields, timeout=30)
+            assert reply.status_code in (200, 400), (fields, reply.text)
+            assert "64 bits" not in reply.text
 
 
 @pytest.mark.parametrize("name", ["Step", "Priority", "Turn", "Weight-Version"])

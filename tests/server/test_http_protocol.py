@@ -19,9 +19,21 @@ LIMIT = 20
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 
 
+KEEP_ALIVE_S = 1
+"""Seconds after which the server closes idle connections."""
+
+started: list[None] = []
+"""One element for each request for /blocked."""
+released = asyncio.Event()
+"""Set when these requests may be answered."""
+
+
 async def read_and_answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request after its body, or at once if its path is /early."""
+    """Answer a request after its body, at once if its path is /early, or once :data:`released` if it is /blocked."""
     assert scope["type"] == "http"
+    if scope["path"] == "/blocked":
+        started.append(None)
+        await released.wait()
     while scope["path"] != "/early" and (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -32,7 +44,12 @@ async def read_and_answer(scope: Scope, receive: Receive, send: Send) -> None:
 async def running() -> AsyncIterator[int]:
     """Run a server, and return its port."""
     config = uvicorn.Config(
-        read_and_answer, port=0, http=LimitedProtocol.with_limit(LIMIT), lifespan="off", log_level="error"
+        read_and_answer,
+        port=0,
+        http=LimitedProtocol.with_limit(LIMIT),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        lifespan="off",
+        log_level="error",
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
@@ -90,19 +107,29 @@ async def test_endless_headers_end_the_connection(start: bytes, part: bytes) -> 
 async def test_unfinished_headers_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.3)
     async with running() as port:
-        silent, _ = await asyncio.open_connection("127.0.0.1", port)
         slow, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD)
         complete, second = await asyncio.open_connection("127.0.0.1", port)
         second.write(HEAD + b"Content-Length: 4\r\n\r\n")
-        for reader in (silent, slow):
-            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await asyncio.wait_for(reader.readexactly(1), 5)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(slow.readexactly(1), 5)
         second.write(b"body")  # a body may take longer
         assert b"200 OK" in await asyncio.wait_for(complete.readline(), 5)
         second.write(HEAD)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await asyncio.wait_for(complete.readexactly(10_000), 5)
+
+
+async def test_a_connection_may_be_made_before_there_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.1)
+    async with running() as port:
+        early, writer = await asyncio.open_connection("127.0.0.1", port)
+        silent, _ = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.3)
+        writer.write(HEAD + b"Content-Length: 0\r\n\r\n")
+        assert b"200 OK" in await asyncio.wait_for(early.readline(), 5)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(silent.readexactly(1), 5)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +156,21 @@ async def test_waiting_connections_make_room(start: bytes) -> None:
         assert 2 * LIMIT <= closed <= 2 * LIMIT + 1
 
 
-async def test_requests_in_progress_are_not_closed() -> None:
-    async with running() as port, httpx.AsyncClient(timeout=5) as client:
-        for _ in range(3):
-            assert "ok" == (await client.post(f"http://127.0.0.1:{port}/", content=b"x" * 100_000)).text
+async def test_requests_in_progress_are_not_closed(caplog: pytest.LogCaptureFixture) -> None:
+    started.clear()
+    released.clear()
+    limits = httpx.Limits(max_connections=None)
+    async with running() as port, httpx.AsyncClient(timeout=10, limits=limits) as client:
+        requests = [asyncio.create_task(client.post(f"http://127.0.0.1:{port}/blocked")) for _ in range(LIMIT)]
+        while len(started) < LIMIT:
+            await asyncio.sleep(0.01)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * LIMIT)]
+        for reader, _ in silent:
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: " in answer
+        refused = await client.post(f"http://127.0.0.1:{port}/", content=b"x" * 2**20)
+        assert 503 == refused.status_code
+        released.set()
+        assert ["ok"] * LIMIT == [reply.text for reply in await asyncio.gather(*requests)]
+    assert 1 == sum("requests in progress" in record.message for record in caplog.records)

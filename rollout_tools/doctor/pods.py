@@ -17,7 +17,9 @@ _ENFORCE = "pod-security.kubernetes.io/enforce"
 _HEAD_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(GIB)}
 """The head's default requests; without others in the manifest, it has no limits."""
 _SERVER_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(2 * GIB)}
-"""The same for a pod of the HTTP server."""
+"""Default requests of a pod of the HTTP server."""
+_SERVER_LIMITS = {"memory": Decimal(8 * GIB)}
+"""Its default limits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def pod_needs(job: RolloutJob) -> list[PodNeeds]:
     ]
     if server is not None:
         of_server = _amounts(server.resources)
-        pods.append(PodNeeds("server", server.replicas, of_server or _SERVER_REQUESTS, of_server))
+        pods.append(PodNeeds("server", server.replicas, of_server or _SERVER_REQUESTS, of_server or _SERVER_LIMITS))
     return pods
 
 

@@ -11,8 +11,8 @@ _NEW_OBJECTS = 20_000
 def collect_rarely() -> None:
     """Leave all current objects out of garbage collections, and start them after more new objects.
 
-    By default, a process with thousands of open requests spends a seventh of its time on scanning objects that are
-    still in use. Nearly all of those that are not are freed by reference counting.
+    With Python's defaults, a process with thousands of open requests scans objects again and again that are still in
+    use. Reference counting frees nearly all of those that are not.
     """
     gc.collect()
     gc.freeze()

@@ -19,8 +19,8 @@ OTHER_MEMORY_BYTES = 6e9
 HISTORY_BYTES_PER_TOKEN = 0.6
 """Bytes in Redis per token of compressed rollouts, as in docs/history.md."""
 LEDGER_BYTES = {1: 278, 4: 107, 16: 69}
-"""Rollouts in a request → bytes in Redis per answered rollout: the growth of ``used_memory`` over 8,192 rollouts in
-Redis 7.0.15, without all keys but the ledgers. ``tests/job/test_job_store.py`` limits the size of one ledger."""
+"""Rollouts in a request → bytes in Redis per answered rollout: the growth of ``used_memory`` in Redis 7.0.15, without
+all keys but the ledgers. ``tests/job/test_job_store.py`` measures it again."""
 GPU_UTILIZATION = 0.92
 """Default of vLLM 0.32."""
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -50,7 +51,9 @@ from rollout_store.job.job_record import JobDescription
 from rollout_store.job.launcher import LauncherStore
 from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.rollouts import AppendedTokens
+from scripts.sizing_docs import LEDGER_BYTES
 from tests.support.job_messages import HISTORY, JOB, request, rollout
+from tests.support.redis_servers import Server
 from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for_async
 
@@ -134,6 +137,29 @@ async def test_an_answered_request_takes_little_memory(harness: StoreHarness, n:
     await job_store.rollouts.finish_all([(asked, one) for one in finished])
     await job_store.close()
     assert 0 < harness.redis.memory_usage(keys.ledger("trainer:1:1")) <= max_bytes
+
+
+@pytest.mark.parametrize(("n", "expected_bytes"), LEDGER_BYTES.items())
+async def test_the_sizing_guide_has_the_memory_that_redis_needs_for_ledgers(
+    tmp_path: Path, n: int, expected_bytes: int
+) -> None:
+    keys, num_requests = MessageKeys("6f1c2e9a-5d1b-4f0e-9c57-0f3a2b1c4d5e"), 2048 // n
+    used = []
+    with Server(tmp_path) as server:
+        client, job_store = connect(server.url), JobStore.connect(server.url, keys)
+        for number in range(2 * num_requests):
+            asked = RolloutRequest(
+                job_uid=keys.uid, request_id=f"trainer:1:{number}", prompt_token_ids=[1], sampling=Sampling(n=n)
+            )
+            entry: Any = client.xadd(keys.requests, {MESSAGE_FIELD: encode(asked)})
+            await job_store.requests.admit(str(entry, "utf-8"), asked)
+            await job_store.rollouts.finish_all([(asked, rollout(asked, sample)) for sample in range(n)])
+            if (number + 1) % num_requests == 0:  # the first half also takes what Redis needs in any case
+                client.delete(*(key for key in client.scan_iter(count=1000) if b":ledger:" not in key))
+                memory: Any = client.info("memory")
+                used.append(memory["used_memory"])
+        await job_store.close()
+    assert 0.8 * expected_bytes <= (used[1] - used[0]) / 2048 <= 1.2 * expected_bytes, used
 
 
 async def test_the_ledger_remembers_expiring_results_for_a_day(harness: StoreHarness) -> None:

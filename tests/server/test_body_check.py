@@ -99,10 +99,10 @@ async def test_a_body_may_arrive_in_parts() -> None:
 
 
 def test_a_text_without_an_end_is_read_once() -> None:
-    started = time.monotonic()
+    started = time.process_time()  # unlike the time of day, it does not depend on other processes
     with pytest.raises(BodyError, match="objects and lists"):
         checked_body(b"[" * 300_000 + b'"' + b'\\"' * 1_000_000, MAX_CHARACTERS)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_places_of_values_need_no_memory() -> None:

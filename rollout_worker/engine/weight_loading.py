@@ -127,7 +127,7 @@ def _is_finite_in(model: Path, name: str) -> bool:
     """Return whether a tensor of the *model* is finite; true of tensors that it does not have."""
     for path in _weight_files(model):
         with _opened(model, path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118 -- the file itself is not iterable
+            if name in set(file.keys()):
                 return is_finite(file.get_tensor(name))
     return True
 

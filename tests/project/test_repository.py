@@ -65,3 +65,14 @@ def test_the_code_map_names_every_top_level_folder() -> None:
     folders = {name.split("/")[0] for name in tracked_files() if "/" in name}
     rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "code-map.md").read_text(), re.MULTILINE)
     assert set() == folders - {name.split("/")[0] for row in rows for name in CODE.findall(row)}
+
+
+def test_workflows_name_actions_by_commit() -> None:
+    """A tag may be moved to other code, which would run with the permissions of a release."""
+    actions = [
+        line
+        for file in tracked_files(".github/workflows/*.yml")
+        for line in re.findall(r"\buses: (.*)", (ROOT / file).read_text())
+    ]
+    assert actions
+    assert [] == [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v\S+", action)]

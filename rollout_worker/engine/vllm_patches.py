@@ -197,11 +197,16 @@ def reset_failed_reload(model: Any) -> None:
 
 
 def is_finite(tensor: Any) -> bool:
-    """Return whether all values of a torch tensor are finite; true of data types that are not checked.
+    """Return whether all values of a torch tensor are finite; true of integers and of numbers of less than 8 bits."""
+    import torch
 
-    These are integers, and floating-point numbers of 8 bits and less, whose scales are checked.
-    """
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # The magnitude, the lower seven bits, from which on numbers are infinite or NaN. Other formats are those of scales.
+    limits = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+    if (limit := limits.get(tensor.dtype)) is not None:
+        return int((tensor.view(torch.uint8) & 0x7F).amax()) < limit
+    if tensor.element_size() == 1:
         return True
     # Sums are much faster, but may overflow themselves, which those of single rows hardly ever do.
     return bool(tensor.sum(-1).isfinite().all()) or bool(tensor.isfinite().all())

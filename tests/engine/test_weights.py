@@ -334,9 +334,18 @@ def test_only_values_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
     assert is_finite(torch.tensor(1, dtype=dtype))
     assert not is_finite(torch.tensor(math.nan, dtype=dtype))
     assert is_finite(torch.ones(3, dtype=torch.int8))
-    assert is_finite(torch.ones(3).to(torch.float8_e4m3fn))
     for shape in (0, (3, 0), (0, 3)):
         assert is_finite(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_only_values_of_8_bits_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    finite = numbers.to(torch.float32).isfinite()
+    assert is_finite(numbers[finite])
+    assert is_finite(numbers[:0])
+    for number in numbers[~finite]:
+        assert not is_finite(number)
 
 
 def test_rollouts_of_weights_with_which_the_model_overflows_name_the_version(

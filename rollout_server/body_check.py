@@ -16,7 +16,7 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_api.manifest.structured_outputs import is_encodable
+from rollout_api.manifest.structured_outputs import check_size, is_encodable
 from rollout_server.access import error_response
 
 _MAX_VALUES = 4 * 2**20
@@ -50,6 +50,8 @@ _OBJECTS = (
     "vllm_xargs",
 )
 """Fields that are objects on every route. vLLM's server reads some of them before it checks their types."""
+_COMPILED = ("structured_outputs", "response_format", "text", "tools")
+"""Fields that are compiled to grammars. On some routes, ``text`` is a prompt, and on others an object with a schema."""
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Arguments of a tokenizer's ``apply_chat_template`` that its template reads."""
 
@@ -147,7 +149,14 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
         raise BodyError("request_ids", "it must be a list of texts")
     _check_values(fields, max_characters)
     _check_prompts(fields)
-    return json.dumps(fields).encode() if _replace_guided_fields(fields) else body
+    has_guided_fields = _replace_guided_fields(fields)
+    for name in _COMPILED:
+        if isinstance(value := fields.get(name), dict | list):
+            try:
+                check_size("it", value)
+            except ValueError as error:
+                raise BodyError(name, str(error)) from None
+    return json.dumps(fields).encode() if has_guided_fields else body
 
 
 def _exceeded_limit(body: bytes) -> str:

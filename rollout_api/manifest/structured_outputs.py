@@ -11,6 +11,9 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
 _TEXTS = ("regex", "grammar", "whitespace_pattern")
 _SCHEMAS = ("json", "structural_tag")
+MAX_BYTES = 2**16
+"""Size of a constraint. xgrammar takes minutes or gigabytes for some larger ones, and a chain of some thousand
+references overflows its stack, which ends the process (seen in 0.2.8)."""
 _NAMES = (*KINDS, "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -20,7 +23,8 @@ def check_structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
     Whether a constraint is one that vLLM knows how to apply is decided by the engine.
 
     Raises:
-        ValueError: a field is unknown or has a value of another type, or there is not exactly one constraint.
+        ValueError: a field is unknown, has a value of another type or is too large, or there is not exactly one
+            constraint.
     """
     if not given:
         return {}
@@ -29,7 +33,19 @@ def check_structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
     kinds = [name for name in KINDS if name in given]
     if len(kinds) != 1:
         raise ValueError(f"has {' and '.join(kinds) or 'no constraint'}; set exactly one of {', '.join(KINDS)}")
-    return {name: _checked(name, value) for name, value in given.items()}
+    return {name: check_size(name, _checked(name, value)) for name, value in given.items()}
+
+
+def check_size(name: str, value: Any) -> Any:
+    """Return the *value* of a constraint.
+
+    Raises:
+        ValueError: it has more than :data:`MAX_BYTES`, as a text or in JSON.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise ValueError(f"{name} has {size} bytes, but at most {MAX_BYTES} can be compiled; simplify it")
+    return value
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -61,6 +61,11 @@ def _describe(error: Exception) -> str:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Rejects duplicate keys; plain YAML silently keeps the last of them."""
 
+    # lm-format-enforcer, a backend of vLLM, replaces the constructor of timestamps in yaml.SafeLoader.
+    yaml_constructors = yaml.SafeLoader.yaml_constructors | {
+        "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_timestamp
+    }
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
         for key_node, _ in node.value:

@@ -466,10 +466,10 @@ def _finish_reason(reason: str, sampling: Sampling, stop_event: asyncio.Event | 
     if reason == "abort" and stop_event is not None and stop_event.is_set():
         return None
     if reason == "error" and sampling.structured_outputs:
-        # vLLM compiles the grammar when it has accepted the request.
+        # vLLM compiles the grammar when it has accepted the request, and vllm_plugin limits the time of comparisons.
         raise AdmissionError(
-            "vLLM cannot apply sampling.structuredOutputs with the tokens of this model; the log of the engine's "
-            "worker has details"
+            "vLLM cannot apply sampling.structuredOutputs with the tokens of this model, or takes too long for it; the "
+            "log of the engine's worker has details"
         )
     if reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise EngineError(f"vLLM ended a response unexpectedly: {reason}")

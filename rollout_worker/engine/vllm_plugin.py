@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 from rollout_store.job.engines import EngineError
+from rollout_worker.engine.config import EXTENSIONS
 from rollout_worker.engine.draft_settings import PROPOSER
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,11 @@ _METHOD = "custom_class"
 _ACCEPTED_METHOD = "ngram_gpu"
 """A method that vLLM's configuration permits with V2 and asynchronous scheduling."""
 _INSTALLED = "_das_rollout_original"
+_MATCHING_TIME = "_das_rollout_matching_s"
+_MAX_MATCHING_S, _MATCHING_S_PER_TOKEN = 2.0, 0.001
+"""CPU time for comparing a response with its grammar: at most the first number, plus the second for each token.
+
+Usually, a token takes some microseconds. With nested repetitions, the time grows with a high power of the length."""
 
 
 def uses_drafter(vllm_config: Any) -> bool:
@@ -255,16 +262,47 @@ def uniform_lengths(max_draft_tokens: int) -> list[int]:
     return sorted({0, *powers, max_draft_tokens})
 
 
+def _limit_matching(refused: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """End a response of a job's engine if comparing it with its grammar takes too long.
+
+    vLLM compares the tokens of each step between two steps of the whole batch, so that a single request would otherwise
+    stop an engine. xgrammar has no limit of its own (seen in 0.2.8).
+
+    Args:
+        refused: what the function returns if a grammar permits none of the tokens.
+        original: ``accept_tokens`` or ``validate_tokens`` of vLLM's ``StructuredOutputManager``.
+    """
+
+    def match(self: Any, request: Any, tokens: list[int]) -> Any:
+        extension = self.vllm_config.parallel_config.worker_extension_cls
+        if not request.use_structured_output or not extension.startswith(EXTENSIONS):
+            return original(self, request, tokens)
+        begun = time.thread_time()  # not the time of the clock, which passes for other processes, too
+        result = original(self, request, tokens)
+        spent = getattr(request, _MATCHING_TIME, 0.0) + time.thread_time() - begun
+        setattr(request, _MATCHING_TIME, spent)
+        if spent <= _MAX_MATCHING_S + _MATCHING_S_PER_TOKEN * request.num_output_tokens:
+            return result
+        logger.warning("Request %s ends: comparing it with its grammar has taken %.1f s.", request.request_id, spent)
+        return refused
+
+    return match
+
+
 def register() -> None:
     """Let vLLM's V2 model runner use the drafter, and engines on CPUs receive weights over gloo.
 
-    Engines that use neither are not affected. Further calls have no effect.
+    In engines of jobs, also limit the time that a grammar takes. Other engines are not affected. Further calls have no
+    effect.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.v1.structured_output import StructuredOutputManager
 
     from rollout_api.weights.gloo import GLOO
 
     install()
+    replace(StructuredOutputManager, "accept_tokens", functools.partial(_limit_matching, False))
+    replace(StructuredOutputManager, "validate_tokens", functools.partial(_limit_matching, []))
     if GLOO not in WeightTransferEngineFactory._registry:
         module = "rollout_worker.engine.gloo_weight_transfer"
         WeightTransferEngineFactory.register_engine(GLOO, module, "GlooWeightTransferEngine")

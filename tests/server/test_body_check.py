@@ -46,6 +46,15 @@ CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "one two"}
             "101 characters",
         ),
         (json.dumps({"prompt": ["a"] * 5000}), "prompt", "at most 4096 prompts"),
+        *(
+            (json.dumps({name: value}), name, "bytes, but at most 65536 can be compiled")
+            for name, value in [
+                ("structured_outputs", {"regex": "a" * 70_000}),
+                ("response_format", {"json_schema": {"schema": {"enum": ["a" * 70_000]}}}),
+                ("text", {"format": {"schema": {"enum": ["a" * 70_000]}}}),
+                ("tools", [{"function": {"description": "a" * 70_000}}]),
+            ]
+        ),
         ('{"chat_template_kwargs": {"padding": "max_length"}}', "chat_template_kwargs.padding", "of the tokenizer"),
         ('{"chat_template_kwargs": {"tokenize": true}}', "chat_template_kwargs.tokenize", "of the tokenizer"),
     ],

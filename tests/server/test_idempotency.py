@@ -94,6 +94,27 @@ def test_a_request_whose_client_disconnects_keeps_its_key(server: str, openai: O
     assert "two" == while_calling(lambda: complete(openai), lambda: job.answer_text(request, "two"))
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    ("headers", "deadline"),
+    [(KEY, 24 * 3600), ({**KEY, "X-Rollout-Deadline-Seconds": "60"}, 60), ({}, None)],
+)
+def test_a_request_ends_at_the_latest_when_its_key_does(
+    server: str, job: ServedJob, path: str, headers: dict[str, str], deadline: int | None
+) -> None:
+    """Weights that its rollouts wait for may never come, and nobody cancels a request with a key."""
+    body = {"model": MODEL_NAME, "prompt": "one"} if path == "/v1/completions" else {"text": "one"}
+    pinned = {**headers, "X-Rollout-Weight-Version": "9"}
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        assert (deadline, 9) == (request.deadline_seconds, request.weight_version)
+        job.answer_text(request, "two")
+
+    replied = while_calling(lambda: httpx.post(f"{server}{path}", json=body, headers=pinned, timeout=30), answer)
+    assert 200 == replied.status_code
+
+
 def test_a_key_of_another_sample_is_refused(server: str, job: ServedJob) -> None:
     def generate(tokens: list[int]) -> httpx.Response:
         return httpx.post(f"{server}/generate", json={"input_ids": tokens}, headers=KEY, timeout=30)

@@ -154,6 +154,10 @@ class JobEngineCore:
     async def reset_mm_cache_async(self) -> None:
         """Do nothing: the engines have caches of their own."""
 
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Return no sources of events about KV caches: those of the engines are not a client's."""
+        return {}
+
     async def is_sleeping_async(self) -> bool:
         """Return that the job is awake."""
         return False

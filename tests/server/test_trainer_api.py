@@ -292,7 +292,7 @@ def test_calls_of_skyrl_that_a_job_does_not_support_are_refused(server: str) -> 
         ("fetch_weights", {"target_version": 1, "sync_dir": "/weights"}),
     ]:
         reply = post(f"{server}/{path}", body)
-        assert 501 == reply.status_code
+        assert 400 == reply.status_code
         assert "POST /v1/load_lora_adapter" in reply.json()["error"]["message"]
 
 

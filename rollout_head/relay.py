@@ -44,12 +44,12 @@ _WAIT_S = 0.5
 """Maximum seconds for which a read waits for the first entry."""
 _RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
-_MIN_BATCH, _MAX_BATCH = 256, 4096
-"""Smallest and largest maximum number of entries of a stream in one batch. A batch takes several round trips, so it
-has many entries while they are small.
+_FIRST_BATCH, _MAX_BATCH = 64, 4096
+"""Maximum number of entries of a stream in a batch, after one with few entries and at most. A batch takes several round
+trips, so it has many entries while they are small.
 """
 _BATCH_BYTES = 8_000_000
-"""Approximate size of a stream's part of a batch whose maximum number of entries is between these limits."""
+"""Approximate size of a stream's part of a batch, unless a single entry is larger."""
 _COMPARED_PROBLEMS = 64
 """Maximum number of problems of which a batch reads all rollouts, to compare them with repeated ones. The repeated
 rollouts of further problems stay in the outbox for the next batches.
@@ -103,8 +103,10 @@ class Relay:
         self._outbox, self._run_id, self._store, self._traces = Outbox(client, keys), keys.uid, store, traces
         self._failure: Exception | None = None
         """The error of the last batch; None if it succeeded."""
-        self._max_entries = dict.fromkeys((HistoryStream.REWARDS, HistoryStream.OUTBOX), _MIN_BATCH)
+        self._max_entries = dict.fromkeys((HistoryStream.REWARDS, HistoryStream.OUTBOX), _FIRST_BATCH)
         """Stream → maximum number of its entries in the next batch, in the order in which they are read."""
+        self._was_full = False
+        """Whether the last batch had this many of a stream."""
         self._generations: dict[int, int] = {}
         """Weight version → its generation in the history."""
         self._stopping = threading.Event()
@@ -141,9 +143,10 @@ class Relay:
                         "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error
                     )
                 moved, self._failure = 0, error
+                self._max_entries = dict.fromkeys(self._max_entries, _FIRST_BATCH)  # larger entries may have arrived
             if self._failure is not None:
                 self._stopping.wait(_RETRY_DELAY_S)
-            elif moved < _MIN_BATCH:
+            elif not self._was_full:
                 self._stopping.wait(_BATCH_INTERVAL_S)
 
     def _wait_and_move_batch(self) -> int:
@@ -158,6 +161,10 @@ class Relay:
         is_complete = self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
         if is_complete and len(rollouts) < self._max_entries[HistoryStream.OUTBOX]:
             self._move(HistoryStream.REWARDS, rewards, _decode_rewards, self._set_rewards)
+        self._was_full = any(
+            len(entries) >= count
+            for entries, count in zip((rewards, rollouts), self._max_entries.values(), strict=True)
+        )
         self._max_entries = {
             HistoryStream.REWARDS: _next_max_entries(rewards),
             HistoryStream.OUTBOX: _next_max_entries(rollouts),
@@ -327,7 +334,7 @@ def _next_max_entries(entries: list[Entry]) -> int:
     The next entries may be larger than these, so their number grows slowly and only while many are waiting.
     """
     largest = max((len(entry.data) for entry in entries), default=0)
-    return max(_MIN_BATCH, min(_MAX_BATCH, 2 * len(entries), _BATCH_BYTES // max(1, largest)))
+    return max(1, min(_MAX_BATCH, max(_FIRST_BATCH, 2 * len(entries)), _BATCH_BYTES // max(1, largest)))
 
 
 def _encode_rewards(rewards: list[_Reward]) -> Iterator[bytes]:

@@ -23,8 +23,11 @@ _MAX_VALUES = 4 * 2**20
 """Number of values in a body: Python needs 40 to 80 bytes for each, and a body of 64 MiB could have 20 million."""
 _MAX_CONTAINERS = 2**18
 """Number of objects and lists in a body, which take more time and memory than tokens."""
-_MAX_BYTES_AT_ONCE = 2**16
-"""Size of a body above which a thread checks it, so that other requests continue."""
+MAX_BYTES_AT_ONCE = 2**16
+"""Size of a body above which a thread processes it, so that other requests continue."""
+_MAX_HELD_BYTES = 2**30
+"""Bytes of the bodies of all requests in progress: with the values in them, which vLLM's server keeps as long as the
+requests, they take several times this memory, and the pod of a server has 8 GiB by default."""
 _MAX_DEPTH = 100
 """Number of objects and lists within each other. Validation, templates and messages to the job are recursive."""
 _MAX_PROMPTS = 4096
@@ -72,7 +75,8 @@ class BodyCheckMiddleware:
     """ASGI middleware that refuses bodies which vLLM's server could not process, or only with gigabytes of memory.
 
     A body is a JSON object. It also replaces ``guided_json`` and its like by ``structured_outputs``, because vLLM's
-    server would ignore them, so that the responses would not be constrained.
+    server would ignore them, so that the responses would not be constrained. If the bodies of all requests in progress
+    are too large together, further ones are refused.
 
     Args:
         app: the application.
@@ -81,21 +85,44 @@ class BodyCheckMiddleware:
 
     def __init__(self, app: ASGIApp, max_characters: int) -> None:
         self._app, self._max_characters = app, max_characters
+        self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             await self._app(scope, receive, send)
             return
+        num_own_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_own_bytes
+            message = await receive()
+            num_bytes = len(message.get("body", b""))
+            if num_bytes and self._num_held_bytes + num_bytes > _MAX_HELD_BYTES:
+                raise HTTPException(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"the bodies of this server's requests in progress may have at most {_MAX_HELD_BYTES} bytes "
+                    "together; try again later, or start more servers",
+                )
+            num_own_bytes += num_bytes
+            self._num_held_bytes += num_bytes
+            return message
+
+        try:
+            await self._process(scope, receive_counted, send)
+        finally:
+            self._num_held_bytes -= num_own_bytes
+
+    async def _process(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_body(receive)
             if body is None:
                 return
-            if len(body) > _MAX_BYTES_AT_ONCE:
+            if len(body) > MAX_BYTES_AT_ONCE:
                 body = await asyncio.to_thread(checked_body, body, self._max_characters)
             elif body:
                 body = checked_body(body, self._max_characters)
-        except HTTPException as error:  # the body is too large
+        except HTTPException as error:  # the body, or all bodies together, are too large
             await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
             return
         except BodyError as error:

@@ -36,7 +36,7 @@ from rollout_api.errors import (
     WeightsError,
 )
 from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
-from rollout_api.protocol.messages import FinishReason, Partial, Rollout
+from rollout_api.protocol.messages import MAX_KEEP_SECONDS, FinishReason, Partial, Rollout
 from rollout_server.access import LimitError, current_model_tokens, error_response
 from rollout_server.conversations import SampledTurn
 from rollout_server.engine_outputs import ResponseOutputs
@@ -153,6 +153,10 @@ class JobEngineCore:
 
     async def reset_mm_cache_async(self) -> None:
         """Do nothing: the engines have caches of their own."""
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Return no sources of events about KV caches: those of the engines are not a client's."""
+        return {}
 
     async def is_sleeping_async(self) -> bool:
         """Return that the job is awake."""
@@ -383,6 +387,9 @@ def prepare_request(
         weight_version=fields.weight_version,
         draft_mode=fields.draft_mode,
     )
+    if prompt.deadline_seconds is None and request_id:
+        # Its key is free then, and nobody has to wait for it: weights that it is pinned to may never be published.
+        prompt = replace(prompt, deadline_seconds=MAX_KEEP_SECONDS)
     try:
         prepared = client.prepare(
             prompt,

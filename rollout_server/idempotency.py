@@ -15,7 +15,7 @@ from rollout_api.client.request_client import DEFAULT_KEEP_SECONDS, RequestClien
 from rollout_api.client.server_records import IdempotencyKeys
 from rollout_api.errors import RolloutClientError
 from rollout_server.access import error_response
-from rollout_server.body_check import read_body
+from rollout_server.body_check import MAX_BYTES_AT_ONCE, read_body
 from rollout_server.request_context import IDEMPOTENCY_HEADER, current_context
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,12 @@ class IdempotencyMiddleware:
         if (body := await read_body(receive)) is None:
             return
         keys, url = self._client.idempotency_keys, URL(scope=scope)
-        own = fingerprint(f"{url.path}?{url.query}", current_context().headers, body)
+        identity = f"{url.path}?{url.query}", current_context().headers, body
+        own = (
+            fingerprint(*identity)
+            if len(body) <= MAX_BYTES_AT_ONCE
+            else await asyncio.to_thread(fingerprint, *identity)
+        )
         try:
             owner = await keys.claim(key, own)
         except RolloutClientError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
@@ -128,6 +129,9 @@ async def build_app(
     _refuse_full_prompts()
     for kind in (AttributeError, LookupError, AssertionError, RecursionError):
         app.add_exception_handler(kind, _answer_invalid_body)
+    app.add_exception_handler(NotImplementedError, _answer_unsupported)
+    app.add_exception_handler(HTTPException, _answer_unknown_route)
+    app.middleware_stack = None  # vLLM's server has built it, with the handlers that there were; it is built again
     app.state.request_client = client
     ConversationChat.adopt(app.state.openai_serving_chat, engine.conversations)
     sglang, trainers = SglangApi(client, engine), TrainerApi(client, engine, app)
@@ -153,6 +157,21 @@ async def _answer_invalid_body(request: Request, error: Exception) -> Response:
         raise error
     message = f"body: a field has another type than the API's ({type(error).__name__}: {error})"
     return error_response(HTTPStatus.BAD_REQUEST, message)
+
+
+async def _answer_unknown_route(_: Request, error: Any) -> Response:
+    """Answer a request with a path or a method that the server does not have, as all other mistakes are answered."""
+    response = error_response(HTTPStatus(error.status_code), error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_unsupported(_: Request, error: Exception) -> Response:
+    """Answer a request for something that this server never does.
+
+    vLLM's server would answer with a status that says that the server has failed, so that clients repeat the request.
+    """
+    return error_response(HTTPStatus.BAD_REQUEST, str(error) or "a rollout job does not support this")
 
 
 def _refuse_full_prompts() -> None:

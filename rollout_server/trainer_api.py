@@ -301,7 +301,7 @@ class TrainerApi:
 
     async def refuse_skyrl(self) -> None:
         """Say to SkyRL how weights can be published instead."""
-        raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.NOT_IMPLEMENTED)
+        raise GracefulHTTPError(_ADVICE_FOR_SKYRL, HTTPStatus.BAD_REQUEST)
 
     async def do_nothing(self) -> dict[str, bool]:
         """Answer that it is done: engines clear their caches when they load weights, and the job has no sessions."""

@@ -60,7 +60,8 @@ class AsyncRolloutClient(JobConnection):
     """A trainer's connection to one job: ``async with AsyncRolloutClient.connect(…) as client``.
 
     The client sends requests and reads results in tasks on the running event loop, so other work must not block the
-    loop for long. A trainer that does not use asyncio uses :class:`rollout_api.RolloutClient`.
+    loop for long: after a minute, the job considers the client dead, and prefers the rollouts of other clients. A
+    trainer that does not use asyncio uses :class:`rollout_api.RolloutClient`.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class ResultReader:
         self._written = 0
         """Bytes of all results of this client that had been written at the last update."""
         self._missed_updates = False
-        self._reported, self._next_report = -1, 0.0
+        self._reported, self._next_report = (-1, -1), 0.0
 
     async def open(self) -> None:
         """Begin with the updates from now on."""
@@ -72,6 +72,7 @@ class ResultReader:
             for stream, entries in zip(self._positions, newest, strict=True)
         }
         self._written, self._missed_updates = int(written or 0), False
+        await self._report_read()
 
     async def run(self) -> None:
         """Read updates and results until this task is cancelled."""
@@ -229,12 +230,15 @@ class ResultReader:
         self._requests.has_work.set()
 
     async def _report_read(self) -> None:
-        """Tell the job how many bytes of its results this client has read, so that it can hold back others."""
-        num_read = self._written - self._requests.num_unread_bytes
-        if num_read != self._reported and time.monotonic() >= self._next_report:
-            key = self._keys.results_read
-            await execute_even_when_full(self._client, key, "HSET", key, self._name, num_read)
-            self._reported, self._next_report = num_read, time.monotonic() + _REPORT_INTERVAL_S
+        """Tell the job how many bytes of its results this client has read and noticed, so that it can hold back others.
+
+        A trainer that is busy reads nothing, but this task still notices new results, unlike that of a dead one.
+        """
+        report = (self._written - self._requests.num_unread_bytes, self._written)
+        if report != self._reported and time.monotonic() >= self._next_report:
+            for key, value in zip((self._keys.results_read, self._keys.results_noticed), report, strict=True):
+                await execute_even_when_full(self._client, key, "HSET", key, self._name, value)
+            self._reported, self._next_report = report, time.monotonic() + _REPORT_INTERVAL_S
 
     async def ledger_states(self, requests: Sequence[OpenRequest]) -> list[list[bytes | None]]:
         """Return for each request whether the job has admitted it, and whether its results were released.

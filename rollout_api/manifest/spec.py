@@ -498,7 +498,7 @@ class Queue(ManifestModel):
     max_rollouts: int = Field(default=100_000, ge=1)
     """Maximum number of open rollouts of all clients. Further requests wait in Redis. Rollouts that cannot start do not
     count, up to this number for each client: those that wait for weights that no engine serves or loads, and those of a
-    client that has too many unread results."""
+    client that has too many unread results, or that has probably died: it has not noticed new results for a minute."""
     max_request_bytes: Quantity = "512Ki"
     """Maximum size of an encoded request, without its images."""
     max_image_bytes: Quantity = "16Mi"
@@ -506,7 +506,8 @@ class Queue(ManifestModel):
     until an hour after the last of them has ended, or for less time if there is no room for others: all images of the
     job together may have 64 times this size."""
     max_unread_results: Quantity = "256Mi"
-    """Size of a client's unread results above which no further rollouts of this client are started."""
+    """Size of a client's unread results above which no further rollouts of this client are started. Those of a client
+    that has probably died are not started either while there are other clients."""
 
 
 def _false_to_off(value: object) -> object:

@@ -115,6 +115,8 @@ class MessageKeys:
     """Hash, written by the job: client → bytes of all its results."""
     results_read = _Key()
     """Hash, written by clients: client → bytes of its results that it has read."""
+    results_noticed = _Key()
+    """Hash, written by clients: client → bytes of its results that it knows to be in Redis, read or not."""
     newest_steps = _Key()
     """Hash, written by clients: client → greatest number of a step that it has opened."""
     rewards = _Key()

@@ -133,10 +133,14 @@ class CoordinatorStatus(TypedDict):
     unread_bytes: dict[str, int]
     """Bytes of the results that each client has not read."""
     slow_clients: list[str]
-    """Clients with too many unread results."""
+    """Clients whose rollouts do not start: those with too many unread results, and silent ones while there are
+    others."""
+    silent_clients: list[str]
+    """Clients that have not noticed new results for a minute, and have probably died."""
     blocked: dict[str, int]
-    """Client → number of its waiting rollouts that cannot start, because it has too many unread results, or because no
-    engine serves or loads weights that may sample them. They do not count towards spec.queue.maxRollouts."""
+    """Client → number of its waiting rollouts that cannot start, because it has too many unread results or is silent,
+    or because no engine serves or loads weights that may sample them. They do not count towards
+    spec.queue.maxRollouts."""
 
 
 NO_STATUS = cast(CoordinatorStatus, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from rollout_head.coordinator.orders import EngineOrders
 from rollout_head.coordinator.scheduler import EngineLoad, VersionBounds
 from rollout_head.coordinator.state import CoordinatorState
 from rollout_store.job import Assignment, EngineReport, JobStore, Order
+from rollout_store.job.requests import ResultProgress
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +31,18 @@ class RolloutPlacer:
     ) -> None:
         self._state, self._job_store, self._orders = state, job_store, orders
         self._max_unread_bytes = max_unread_bytes
+        self._last_signs: dict[str, tuple[int | None, float]] = {}
+        """Client → bytes of its results that it had noticed at its last sign of life, and ``time.monotonic()`` then."""
+        self._last_requests: dict[str, float] = {}
+        """Client → ``time.monotonic()`` at which it last had open requests and was not silent."""
 
     async def find_slow_clients(self) -> None:
-        """Measure the unread results of all clients with open requests."""
-        clients = list(self._state.clients)
-        sizes = await self._job_store.results.unread_bytes(clients)
-        unread = self._state.unread_bytes = dict(zip(clients, sizes, strict=True))
+        """Find those among the clients with open requests that do not receive their results."""
+        state = self._state
+        progress = await self._job_store.results.progress(list(state.clients))
+        unread = state.unread_bytes = {client: one.unread for client, one in progress.items()}
         slow = frozenset(client for client, size in unread.items() if size > self._max_unread_bytes)
-        for client in slow - self._state.slow_clients:
+        for client in slow - state.slow_clients:
             logger.warning(
                 "Client %s has not read %d bytes of its results, but spec.queue.maxUnreadResults is %d. None of its "
                 "rollouts start until it has read some.",
@@ -44,7 +50,39 @@ class RolloutPlacer:
                 unread[client],
                 self._max_unread_bytes,
             )
-        self._state.slow_clients = slow
+        silent = self._find_silent_clients(progress)
+        for client in silent - state.silent_clients:
+            logger.warning(
+                "Client %s has not noticed new results for %.0f s. Has it died? Until it returns, its rollouts only "
+                "start while there is no other client.",
+                client,
+                state.limits.silent_client_s,
+            )
+        state.silent_clients = silent
+        state.slow_clients = slow | silent if self._are_held_back(silent) else slow
+
+    def _find_silent_clients(self, progress: Mapping[str, ResultProgress]) -> frozenset[str]:
+        """Return the clients that have not noticed new results for too long."""
+        now = time.monotonic()
+        signs = {}
+        for client, one in progress.items():
+            noticed, noticed_at = self._last_signs.get(client, (None, now))
+            is_waiting = one.noticed is not None and one.noticed < one.written and one.noticed == noticed
+            signs[client] = (one.noticed, noticed_at if is_waiting else now)
+        self._last_signs = signs
+        return frozenset(
+            client for client, (_, since) in signs.items() if now - since > self._state.limits.silent_client_s
+        )
+
+    def _are_held_back(self, silent: frozenset[str]) -> bool:
+        """Return whether the rollouts of silent clients do not start, because there are other clients.
+
+        Otherwise, a trainer that is restarted finds them done, and a job that is closed ends.
+        """
+        now, limit = time.monotonic(), self._state.limits.other_clients_s
+        known = self._last_requests | dict.fromkeys(self._state.clients.keys() - silent, now)
+        self._last_requests = {client: last for client, last in known.items() if now - last < limit}
+        return bool(self._last_requests.keys() - silent) and not self._state.closing
 
     async def place_waiting(self) -> None:
         """Assign the waiting rollouts that can start now."""

@@ -39,6 +39,12 @@ class CoordinatorLimits:
     """Engines lost with a rollout after which an engine gets at most one such rollout at a time."""
     max_losses: int = 6
     """Engines lost with a rollout, without any progress in between, after which the rollout fails."""
+    silent_client_s: float = 60.0
+    """Time without a sign of life after which a client that has new results is considered dead. A client notices
+    results within about a second, also while its trainer updates the policy, unless something blocks its event loop."""
+    other_clients_s: float = 600.0
+    """Time after the last request of another client for which the rollouts of dead clients do not start. It covers a
+    policy update, during which a trainer may have no request; its next step should find the engines free."""
     unserved_version_log_delay_s: float = 30.0
     """Time after which rollouts that wait for a weight version are first logged."""
     unserved_version_log_interval_s: float = 300.0
@@ -116,12 +122,16 @@ class CoordinatorState:
         self.unread_bytes: dict[str, int] = {}
         """Bytes of the unread results of each client with open requests."""
         self.slow_clients: frozenset[str] = frozenset()
-        """Clients with too many unread results. None of their rollouts start until they have read some."""
+        """Clients whose rollouts do not start until they read: those with too many unread results, and silent clients
+        while there are others."""
+        self.silent_clients: frozenset[str] = frozenset()
+        """Clients that have not noticed new results for so long that they are considered dead."""
 
         # Written by UnservedRollouts:
         self.blocked: Counter[str] = Counter()
         """Client → number of its waiting samples that cannot start at the moment, whatever engines are free: it has too
-        many unread results, or no engine serves or loads weights that may sample them."""
+        many unread results, or no engine serves or loads weights that may sample them. Those of silent clients are
+        among them."""
         self.num_not_limited = 0
         """Number of samples of such requests that do not count towards spec.queue.maxRollouts. A client that has died
         would otherwise keep all others out."""

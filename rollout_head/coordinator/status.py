@@ -114,6 +114,7 @@ class StatusBuilder:
             "conflicts": totals.get(CONFLICTS, 0),
             "unread_bytes": state.unread_bytes,
             "slow_clients": sorted(state.slow_clients),
+            "silent_clients": sorted(state.silent_clients),
             "blocked": dict(state.blocked),
         }
         self.last = status

@@ -48,9 +48,10 @@ class UnservedRollouts:
         They do not count towards spec.queue.maxRollouts, except those of a client that has more of them than that.
         """
         state, unserved = self._state, self._unserved_versions()
+        held_back = state.slow_clients | state.silent_clients
         waiting_of, open_of = Counter[str](), Counter[str]()
-        for waiting in state.queue.requests() if unserved or state.slow_clients else ():
-            if waiting.client in state.slow_clients or waiting.versions in unserved:
+        for waiting in state.queue.requests() if unserved or held_back else ():
+            if waiting.client in held_back or waiting.versions in unserved:
                 request = state.requests[waiting.request_id]
                 waiting_of[waiting.client] += len(waiting.samples)
                 open_of[waiting.client] += request.request.sampling.n - len(request.assigned)

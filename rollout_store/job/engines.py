@@ -68,6 +68,8 @@ class EngineReport:
     """Number of parts of these weights that the engine has received."""
     full_version: int = 0
     """Version of the engine's full weights, regardless of an adapter."""
+    sampled_version: int | None = None
+    """Newest weight version of which the engine has returned log-probabilities, all finite; None if there is none."""
     missed: int | None = None
     """Version of weights from a trainer's memory that the engine should have but has not received."""
     paused: str = ""

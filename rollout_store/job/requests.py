@@ -111,6 +111,21 @@ class RequestProgress(NamedTuple):
     cancelled: bool
 
 
+@dataclass(frozen=True)
+class ResultProgress:
+    """How many bytes of a client's results were written, read and noticed."""
+
+    written: int
+    read: int
+    noticed: int | None
+    """Bytes that the client knows to be in Redis; None if it is of a release that does not tell."""
+
+    @property
+    def unread(self) -> int:
+        """Bytes that the client has not read."""
+        return max(0, self.written - self.read)
+
+
 class RequestStore(StorePart):
     """Admits requests and reads their progress."""
 
@@ -169,7 +184,7 @@ class RequestStore(StorePart):
 
 
 class ResultStore(StorePart):
-    """Refuses requests, and measures the results that clients have not read."""
+    """Refuses requests, and measures how far clients have received their results."""
 
     async def refuse(self, request: RolloutRequest, refusal: Refusal) -> None:
         """Tell the client of a request that it is refused."""
@@ -179,15 +194,17 @@ class ResultStore(StorePart):
             pipeline.xadd(updates, {REQUEST_FIELD: request.request_id}, maxlen=MAX_EVENTS)
             await pipeline.execute()
 
-    async def unread_bytes(self, clients: Sequence[str]) -> list[int]:
-        """Return for each client how many bytes of its results it has not read."""
+    async def progress(self, clients: Sequence[str]) -> dict[str, ResultProgress]:
+        """Return how far each client has received its results."""
         if not clients:
-            return []
+            return {}
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.hmget(self._keys.results_written, clients)
-        pipeline.hmget(self._keys.results_read, clients)
-        written, read = await pipeline.execute()
-        return [max(0, int(all_bytes or 0) - int(known or 0)) for all_bytes, known in zip(written, read, strict=True)]
+        for key in (self._keys.results_written, self._keys.results_read, self._keys.results_noticed):
+            pipeline.hmget(key, clients)
+        return {
+            client: ResultProgress(int(written or 0), int(read or 0), None if noticed is None else int(noticed))
+            for client, written, read, noticed in zip(clients, *await pipeline.execute(), strict=True)
+        }
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,14 @@ def _of_environment(status: CoordinatorStatus) -> Iterator[Problem]:
 
 
 def _of_messages(status: CoordinatorStatus) -> Iterator[Problem]:
-    for client in status["slow_clients"]:
+    silent = status.get("silent_clients", [])
+    for client in silent:
+        yield Problem(
+            f"The client {client} has not noticed new results for a minute, so other clients' requests come first",
+            "Is this process still running? If it is, something blocks the event loop of its AsyncRolloutClient. If it "
+            "will not return under this name, nothing has to be done.",
+        )
+    for client in sorted({*status["slow_clients"]} - {*silent}):
         unread_mib = status["unread_bytes"].get(client, 0) / 2**20
         yield Problem(
             f"The client {client} has not read {unread_mib:,.1f} MiB of results, so its requests wait",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "b4565aed097b05cabb52d75cb349022da814be0eb7d0b764b021657970364a6c",
+    "rolloutjobs.das.rollout.dev": "795d422709ae374605a6a3b96badb61a3cbddd282274ef55a4e2e0c3b5588031",
     "clusterrolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
     "rolloutruntimes.das.rollout.dev": "c162692f857d3911a751bc87509bfbcfc7a463e174c71c0ba7423c11adadc1f9",
 }

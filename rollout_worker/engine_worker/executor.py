@@ -34,6 +34,8 @@ MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
 MAX_FAILED_REQUESTS = 8
 """Number of requests whose rollouts may fail in a row before the engine is taken for faulty."""
+MAX_UNUSABLE_REQUESTS = 32
+"""The same number for failures that the weights can explain, too: with some weights, the model overflows often."""
 
 
 class RolloutExecutor:
@@ -43,6 +45,7 @@ class RolloutExecutor:
     goes wrong with a rollout concerns that rollout alone, which ends as failed: another engine would most likely end in
     the same way. But if rollouts of many requests fail unexpectedly and none succeeds, the engine is the likely cause.
     Its part ends, too, because it would be assigned more and more rollouts, as it ends them faster than other engines.
+    The same applies if its output cannot be used although the weights work, because a GPU may compute NaN.
     """
 
     def __init__(
@@ -69,6 +72,11 @@ class RolloutExecutor:
         self._clock_offset = 0.0
         self._failed_requests: set[str] = set()
         """Requests whose rollouts have failed unexpectedly since the engine last produced a rollout."""
+        self._unusable_requests: set[str] = set()
+        """Requests whose rollouts could not be used since the engine last produced finite log-probabilities, or loaded
+        other weights."""
+        self._unusable_version = -1
+        """Weight version of these requests."""
 
     async def synchronize_clock(self) -> None:
         """Measure how far Redis' clock is ahead of this machine's. Deadlines are counted by Redis' clock."""
@@ -102,7 +110,7 @@ class RolloutExecutor:
             except Exception as error:
                 if ends_engine(error, self._engine):
                     raise
-                self._check_fault(running, error)
+                await self._check_fault(running, error)
                 await self._fail(running, engine_id, error)
         except Exception as error:
             if self._error is None:
@@ -114,21 +122,41 @@ class RolloutExecutor:
             self._running.discard(running)
             self._checkpoints.discard(running.key)
 
-    def _check_fault(self, running: RunningRollout, error: Exception) -> None:
+    async def _check_fault(self, running: RunningRollout, error: Exception) -> None:
         """Count a rollout that has failed.
 
         Raises:
             EngineError: if so many have failed in a row that the engine is most likely faulty.
         """
-        # These concern the weights or the request: every engine would fail, and be restarted, one after another.
-        if isinstance(error, UnusableOutputError) or _is_too_large(error):
+        if _is_too_large(error):  # this concerns the request: every engine would fail, and be restarted
             return
-        self._failed_requests.add(running.assignment.request_id)
-        if len(self._failed_requests) >= MAX_FAILED_REQUESTS:
-            raise EngineError(
-                f"rollouts of {len(self._failed_requests)} requests have failed in a row, so that the engine is most "
-                f"likely faulty; the last error: {_describe(error)}"
-            ) from error
+        is_unusable = isinstance(error, UnusableOutputError)
+        failed, limit, how = self._failed_requests, MAX_FAILED_REQUESTS, ""
+        if is_unusable:
+            if self._unusable_version != self._engine.weight_version:
+                self._unusable_version = self._engine.weight_version
+                self._unusable_requests.clear()
+            failed, limit, how = self._unusable_requests, MAX_UNUSABLE_REQUESTS, " with weights that work"
+        failed.add(running.assignment.request_id)
+        if len(failed) < limit:
+            return
+        if is_unusable:
+            failed.clear()  # it takes as many again before engines are compared again
+            if not await self._weights_work():
+                return
+        raise EngineError(
+            f"rollouts of {limit} requests have failed in a row{how}, so that the engine is most likely faulty; "
+            f"the last error: {_describe(error)}"
+        ) from error
+
+    async def _weights_work(self) -> bool:
+        """Return whether an engine, maybe this one before, has sampled finite log-probabilities with these weights.
+
+        Otherwise, the weights are the likely cause, and every engine would fail, and be restarted, one after another.
+        """
+        version, others = self._engine.weight_version, await retry_async(self._job_store.engines.engines)
+        reports = [self._lease.report, *(report for report, _ in others.values())]
+        return any(report.sampled_version == version for report in reports)
 
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment
@@ -250,6 +278,9 @@ class RolloutExecutor:
         await self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id)
         if generated is not None and generated.num_decoding_steps:
             self._failed_requests.clear()
+            if generated.tokens.logprobs:  # without them, NaN would not have been noticed
+                self._unusable_requests.clear()
+                self._lease.report.sampled_version = generated.tokens.weight_spans[-1].weight_version
 
     async def _generate(
         self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None, stream: TokenStream | None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import msgpack
@@ -18,7 +18,7 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_api import Prompt, RequestClient
+from rollout_api import AsyncRolloutClient, Prompt, RequestClient
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
@@ -88,6 +88,12 @@ class CoordinatorHarness:
 
     def refusals(self) -> dict[str, str]:
         return refusals(self.redis, JOB)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The last status that was published."""
+        status: dict[str, Any] = json.loads(self.redis.get(JOB.status) or b"{}")
+        return status
 
     def rollouts(self) -> list[Rollout]:
         return kept_rollouts(self.redis, JOB)
@@ -447,6 +453,109 @@ def test_a_client_whose_rollouts_cannot_start_does_not_keep_others_out(run: Run,
                 assert 30 == coordinator.num_open_rollouts
 
     run(scenario)
+
+
+class TestDeadClients:
+    """A client that has died while its rollouts fill the queue. Engines decode two rollouts at once."""
+
+    LIMITS = replace(FAST, silent_client_s=1.0)
+    PROMPTS: ClassVar = [Prompt([1], sampling=Sampling(n=1, max_tokens=20))] * 8
+
+    @asynccontextmanager
+    async def with_dead_client(self, job: CoordinatorHarness, **limits: float) -> AsyncIterator[None]:
+        limited = manifest(queue={"maxRollouts": len(self.PROMPTS)})
+        async with job.coordinator(limited, replace(self.LIMITS, **limits)), job.engine("a", max_running=2):
+            async with self.client(job, "dead") as dead:
+                await dead.step(0, self.PROMPTS).start()
+                await job.inbox("a", 2)
+            await self.finish_running(job, 1)
+            yield
+
+    def client(self, job: CoordinatorHarness, name: str) -> AsyncRolloutClient:
+        return AsyncRolloutClient.connect(job.url, uid="uid", name=name)
+
+    async def finish_running(self, job: CoordinatorHarness, count: int | None = None) -> list[str]:
+        """Finish the rollouts that the engine runs, or *count* of them, and return their clients."""
+        clients = []
+        for order in (await job.job_store.assignments.inbox("a"))[:count]:
+            if order.assignment and (asked := await job.job_store.requests.read(order.assignment.entry_id)):
+                await job.finish(asked, order, 5)
+                clients.append(asked.reply_to)
+        return clients
+
+    async def answer(self, job: CoordinatorHarness, client: str, step: int = 0) -> None:
+        """Let a client sample a step, while the engine runs rollouts of this client alone."""
+
+        async def sample() -> list[Rollout]:
+            async with self.client(job, client) as connected, connected.step(step, self.PROMPTS) as opened:
+                return [rollout async for rollout in opened]
+
+        sampling = asyncio.ensure_future(sample())
+
+        async def is_answered() -> bool:
+            assert {client} >= set(await self.finish_running(job))
+            return sampling.done()
+
+        await wait_for_async(is_answered)
+        rollouts = [rollout.rollout_id for rollout in await sampling]
+        assert len(self.PROMPTS) == len(rollouts) == len(set(rollouts))
+
+    def test_others_are_served_until_it_returns(self, run: Run) -> None:
+        async def scenario(job: CoordinatorHarness) -> None:
+            async with self.with_dead_client(job):
+                async with self.client(job, "alive") as alive:
+                    waiting = await alive.step(0, self.PROMPTS[:1]).start()
+                    await wait_for_async(lambda: ["dead"] == job.status.get("slow_clients"))
+                    assert ["dead"] == job.status["silent_clients"]
+                    assert {"dead"} == set(await self.finish_running(job))  # they would need long
+                    await waiting.end()
+                await self.answer(job, "alive", step=1)
+                await asyncio.sleep(2 * FAST.status_interval_s)
+                assert not await self.finish_running(job)
+                assert {"dead"} == job.status["blocked"].keys()
+                await self.answer(job, "dead")
+                await wait_for_async(lambda: not job.status["silent_clients"])
+
+        run(scenario)
+
+    def test_its_rollouts_go_on_if_there_is_no_other_client(self, run: Run) -> None:
+        async def scenario(job: CoordinatorHarness) -> None:
+            async with self.with_dead_client(job):
+                await wait_for_async(lambda: ["dead"] == job.status.get("silent_clients"))
+                for _ in self.PROMPTS:
+                    assert not job.status["slow_clients"]
+                    await self.finish_running(job)
+                    await asyncio.sleep(FAST.status_interval_s)
+                await self.answer(job, "dead")
+
+        run(scenario)
+
+    def test_its_rollouts_go_on_once_the_others_have_ended(self, run: Run) -> None:
+        async def scenario(job: CoordinatorHarness) -> None:
+            async with self.with_dead_client(job, other_clients_s=0.5):
+                await wait_for_async(lambda: ["dead"] == job.status.get("silent_clients"))
+                async with self.client(job, "alive") as alive, alive.step(0, self.PROMPTS[:1]):
+                    await wait_for_async(lambda: ["dead"] == job.status["slow_clients"])
+                await wait_for_async(lambda: not job.status["slow_clients"])
+                assert ["dead"] == job.status["silent_clients"]
+
+        run(scenario)
+
+    def test_a_trainer_that_is_busy_is_not_dead(self, run: Run) -> None:
+        """A trainer that updates its policy takes no results, but its client is told about them."""
+
+        async def scenario(job: CoordinatorHarness) -> None:
+            async with job.coordinator(limits=self.LIMITS), job.engine("a", max_running=2):
+                job.send(JOB.requests, request("other", reply_to="other", min_weight_version=5))
+                async with self.client(job, "busy") as busy, busy.step(0, self.PROMPTS) as step:
+                    for _ in self.PROMPTS:
+                        await job.inbox("a", 1)
+                        await asyncio.sleep(2 * self.LIMITS.silent_client_s / len(self.PROMPTS))
+                        assert ["busy"] == await self.finish_running(job, 1)
+                        assert not job.status["silent_clients"]
+                    assert len(self.PROMPTS) == len([rollout async for rollout in step])
+
+        run(scenario)
 
 
 def test_a_coordinator_publishes_its_status_while_it_takes_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,7 @@ def test_a_healthy_job_has_no_problems() -> None:
             "t has not read 9.0 MiB of results",
             "read its results",
         ),
+        ({"slow_clients": ["t"], "silent_clients": ["t"]}, "t has not noticed new results for a minute", "event loop"),
         ({"conflicts": 2}, "2 rewards or rollouts were not recorded", "appendfsync always"),
         ({"dead_letters": 3}, "3 messages", "rollout:{uid}:dead-letters"),
         (

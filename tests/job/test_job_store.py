@@ -49,7 +49,7 @@ from rollout_store.job import (
 )
 from rollout_store.job.job_record import JobDescription
 from rollout_store.job.launcher import LauncherStore
-from rollout_store.job.requests import LedgerEntry
+from rollout_store.job.requests import LedgerEntry, ResultProgress
 from rollout_store.job.rollouts import AppendedTokens
 from scripts.sizing_docs import LEDGER_BYTES
 from tests.support.job_messages import HISTORY, JOB, request, rollout
@@ -396,15 +396,20 @@ async def test_unread_results_are_measured(harness: StoreHarness) -> None:
     asked = request(n=20)
 
     async with harness.connected() as job_store:
-        assert [] == await job_store.results.unread_bytes([])
-        assert [0, 0] == await job_store.results.unread_bytes(["trainer", "other"])
+        nothing = ResultProgress(0, 0, None)
+        assert {} == await job_store.results.progress([])
+        assert {"trainer": nothing, "other": nothing} == await job_store.results.progress(["trainer", "other"])
         await job_store.requests.admit(harness.submit(asked), asked)
         for sample in range(20):
             await job_store.rollouts.finish(asked, rollout(asked, sample, length=1000))
         sizes = [len(harness.redis.hget(JOB.results("r"), str(sample)) or b"") for sample in range(20)]
-        assert [sum(sizes), 0] == await job_store.results.unread_bytes(["trainer", "other"])
+        unread = {"trainer": ResultProgress(sum(sizes), 0, None), "other": nothing}
+        assert unread == await job_store.results.progress(["trainer", "other"])
         harness.redis.hset(JOB.results_read, "trainer", sum(sizes[:15]))
-        assert [sum(sizes[15:])] == await job_store.results.unread_bytes(["trainer"])
+        harness.redis.hset(JOB.results_noticed, "trainer", sum(sizes[:18]))
+        progress = await job_store.results.progress(["trainer"])
+        assert {"trainer": ResultProgress(sum(sizes), sum(sizes[:15]), sum(sizes[:18]))} == progress
+        assert sum(sizes[15:]) == progress["trainer"].unread
         updates: Any = [fields for _, fields in harness.redis.xrange(JOB.result_updates("trainer"))]
         assert [b"%d" % sum(sizes[: number + 1]) for number in range(20)] == [fields[b"w"] for fields in updates]
         assert [b"%d" % sample for sample in range(20)] == [fields[b"s"] for fields in updates]

@@ -330,10 +330,19 @@ def test_many_small_rewards_do_not_enlarge_the_batches_of_rollouts(harness: Rela
     for number in range(4000):
         pipeline.xadd(JOB.rewards, {MESSAGE_FIELD: encode(Rewards(rewards={f"uid/{number}/0/0": 1.0}))})
     pipeline.execute()
-    assert [256, 512, 1024, 2048] == counts_of_reads(harness, JOB.rewards, 4)
+    assert [64, 128, 256, 512, 1024, 2048] == counts_of_reads(harness, JOB.rewards, 6)
     asked = request(n=300)
     for sample in range(300):
         pipeline.xadd(JOB.outbox, {MESSAGE_FIELD: encode(rollout(asked, sample, length=10_000))})
     pipeline.execute()
-    assert [256, 256, 256] == counts_of_reads(harness, JOB.outbox, 3)
+    assert [64, 99, 99, 99, 76] == counts_of_reads(harness, JOB.outbox, 5)
     assert 300 == harness.relay.num_appended
+
+
+def test_a_batch_has_few_large_rollouts(harness: RelayHarness) -> None:
+    """All rollouts of a batch are in memory, and each may have megabytes."""
+    asked = request(n=70)
+    for sample in range(70):
+        harness.redis.xadd(JOB.outbox, {MESSAGE_FIELD: encode(rollout(asked, sample, length=250_000))})
+    assert [64, 3, 3, 3] == counts_of_reads(harness, JOB.outbox, 4)
+    assert 70 == harness.relay.num_appended

@@ -171,6 +171,64 @@ def test_an_engine_with_which_everything_fails_leaves_its_rollouts_to_others(red
     run(redis_url, engine, scenario)
 
 
+NOT_FINITE = UnusableOutputError("some are NaN")
+NUM_REQUESTS = 200
+
+
+def engine_of_not_finite(failing: bool = True) -> StubEngine:
+    engine = StubEngine(raising(NOT_FINITE))
+    engine.failing = {f"p{index}" for index in range(NUM_REQUESTS)} if failing else set()
+    return engine
+
+
+async def assert_ends(engine: str, job: LiveJob, client: AsyncRolloutClient) -> None:
+    """Check that an engine ends once it has failed with many requests, and that others get those that follow."""
+    async with client.step(2, prompts(NUM_REQUESTS)) as step:
+        with pytest.raises(EngineError, match=r"rollouts of 32 requests .* with weights that work.*some are NaN"):
+            await job.tasks.pop(engine)
+        del job.workers[engine]
+        job.start_worker("next", StubEngine(result))  # type: ignore[arg-type]
+        rollouts = [rollout async for rollout in step]
+    failed = {one.problem_id for one in rollouts if one.finish_reason is FinishReason.FAILED}
+    assert 0 < len(failed) < NUM_REQUESTS
+    assert NUM_REQUESTS * NUM_ROLLOUTS == len(rollouts)
+
+
+def test_weights_with_which_everything_fails_end_no_engine(redis_url: str) -> None:
+    """An engine in the place of another one would load the same weights."""
+
+    async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
+        job.start_worker("other", engine_of_not_finite())  # type: ignore[arg-type]
+        rollouts = await gather(client, 1, prompts(NUM_REQUESTS))
+        assert {FinishReason.FAILED} == {rollout.finish_reason for rollout in rollouts}
+        assert NUM_REQUESTS * NUM_ROLLOUTS == len(rollouts)
+        job.check()
+
+    run(redis_url, engine_of_not_finite(), scenario)
+
+
+def test_an_engine_that_fails_with_weights_that_work_elsewhere_is_faulty(redis_url: str) -> None:
+    async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
+        healthy = job.workers["engine"].engine_id
+        await gather(client, 1, prompts(3))
+        await job.until(lambda: 0 == EngineReport.read(job.redis.hget(job.keys.engines, healthy)).sampled_version)
+        job.start_worker("faulty", engine_of_not_finite())  # type: ignore[arg-type]
+        await assert_ends("faulty", job, client)
+
+    run(redis_url, StubEngine(result), scenario)
+
+
+def test_an_engine_that_fails_with_weights_with_which_it_has_sampled_is_faulty(redis_url: str) -> None:
+    engine = engine_of_not_finite(failing=False)
+
+    async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
+        await gather(client, 1, prompts(3))
+        engine.failing = engine_of_not_finite().failing
+        await assert_ends("engine", job, client)
+
+    run(redis_url, engine, scenario)
+
+
 def test_the_coordinator_ends_a_rollout_whose_failure_cannot_be_recorded(redis_url: str) -> None:
     async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
         finish, num_attempts = job.job_stores["engine"].rollouts.finish, 0

@@ -90,6 +90,7 @@ def live_job(
         "conflicts": 0,
         "unread_bytes": {"trainer": 0},
         "slow_clients": [],
+        "silent_clients": [],
         "blocked": {},
     }
     job = LiveJob(CoordinatorStatus(**status | fields))  # type: ignore[typeddict-item]

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rollout_server import body_check
@@ -105,6 +106,41 @@ async def test_a_body_may_arrive_in_parts() -> None:
     first = {"type": "http.request", "body": b"a", "more_body": True}
     assert b"ab" == await read_body(receiving(first, {"type": "http.request", "body": b"b"}))
     assert await read_body(receiving(first, {"type": "http.disconnect"})) is None
+
+
+async def test_the_bodies_of_all_requests_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_check, "_MAX_HELD_BYTES", 1000)
+    in_progress: list[asyncio.Event] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive)
+        in_progress.append(asyncio.Event())
+        await in_progress[-1].wait()
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    transport = httpx.ASGITransport(BodyCheckMiddleware(app, MAX_CHARACTERS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        body = json.dumps({"a": [1] * 150})
+        assert 400 < len(body) < 500
+        held = [asyncio.create_task(client.post("/", content=body)) for _ in range(2)]
+        while len(in_progress) < 2:
+            await asyncio.sleep(0)
+        refused = await asyncio.wait_for(client.post("/", content=body), 10)
+        assert 503 == refused.status_code
+        assert "1000 bytes" in refused.json()["error"]["message"]
+        empty = asyncio.create_task(client.post("/"))
+        while len(in_progress) < 3:
+            await asyncio.sleep(0)
+        for _ in range(2):  # what was refused, or has ended, does not count
+            in_progress[0].set()
+            assert "ok" == (await held.pop(0)).text
+            del in_progress[0]
+            held.append(asyncio.create_task(client.post("/", content=body)))
+            while len(in_progress) < 3:
+                await asyncio.sleep(0)
+        for event in in_progress:
+            event.set()
+        assert ["ok"] * 3 == [(await task).text for task in (*held, empty)]
 
 
 def test_a_text_without_an_end_is_read_once() -> None:

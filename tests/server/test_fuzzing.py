@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import resource
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -66,6 +69,68 @@ OTHERS = {
     "stream": "true",
 }
 """Fields that are not in the schema of each route, but that some code reads."""
+ODD_TEXTS = (
+    *(
+        b"",
+        b"x",
+        b"-1",
+        b"0",
+        b"1.5",
+        b"1e999",
+        b"NaN",
+        b"\xb2",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\xe2\x80\xa8",
+        b"[",
+        b"}",
+        b"*",
+    ),
+    *(b"a\tb", b"9223372036854775808", b"9" * 5000, b"x" * 20_000),
+)
+"""Values of headers."""
+HEADERS = (
+    *(
+        f"X-Rollout-{name}"
+        for name in ("Problem", "Trajectory", "Turn", "Purpose", "Step", "Priority", "Drafts", "Other")
+    ),
+    *("X-Rollout-Weight-Version", "X-Rollout-Deadline-Seconds", "X-Rollout-", "Idempotency-Key", "traceparent"),
+    *(
+        "Content-Type",
+        "Content-Encoding",
+        "Accept",
+        "Accept-Encoding",
+        "Expect",
+        "Cookie",
+        "Host",
+        "Origin",
+        "Range",
+        "TE",
+    ),
+    *("X-Request-Id", "X-data-parallel-rank", "X-Session-ID", "X-Forwarded-For", "Authorization", "If-None-Match"),
+)
+CONTENT_TYPES = (
+    *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "multipart/form-data; boundary=x"),
+    *("application/json; charset=utf-16", "application/json;;;", "*/*", "application/octet-stream"),
+)
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "OTHER")
+UNKNOWN_PATHS = (
+    "/",
+    "//",
+    "/v1",
+    "/unknown",
+    "/v1/completions/",
+    "/%00",
+    "/%ff",
+    "/..",
+    "/v1/models/%ff",
+    "/?%ff",
+    "*",
+)
+UPGRADE = (
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
 UNSCHEMATIC = {
     "/invocations": ("prompt", "messages", "input", "max_tokens", "model"),
     "/inference/v1/abort_requests": ("request_ids",),
@@ -195,16 +260,38 @@ class Answers:
         try:
             reply = self._client.post(path, content=body.encode(), headers={"Content-Type": "application/json"})
         except httpx.TransportError as error:
-            status, text = 599, repr(error)
+            self.add(path, body, 599, repr(error))
         else:
-            status, text = reply.status_code, reply.text
-            if status < 300 and '"code":500' in text.replace(" ", ""):  # in a response that is streamed
-                status = 500
-        self.counts.setdefault(path, Counter())[f"{status // 100}xx"] += 1
-        # 501 says that a job cannot do what is asked for.
-        if (status >= 500 and status != 501) or (status >= 400 and not _is_error(text)):
-            key = path, f"{status} {text[:200]}"
-            self.wrong[key] = min(self.wrong.get(key, body), body, key=len)
+            self.add(path, body, reply.status_code, reply.text)
+
+    def send_raw(self, route: str, head: bytes, body: bytes = b"", *, has_length: bool = True) -> None:
+        """Send the request line and headers, then a body, and count the answer."""
+        length = b"Content-Length: %d\r\n" % len(body) if has_length else b""
+        host = b"" if b"\nHost:" in head else b"Host: x\r\n"
+        url = self._client.base_url
+        with socket.create_connection((url.host, url.port), timeout=20) as connection:
+            connection.sendall(head + host + length + b"Connection: close\r\n\r\n" + body)
+            answer = b""
+            try:
+                while part := connection.recv(2**16):
+                    answer += part
+            except ConnectionError:  # the server has not read all of the body
+                pass
+            except TimeoutError:
+                answer = b"HTTP/1.1 599 \r\n\r\nno answer"
+        start, _, text = answer.partition(b"\r\n\r\n")
+        self.add(route, repr((head + body)[:200]), int(start.split(b" ", 2)[1]), text.decode("latin-1"))
+
+    def add(self, route: str, request: str, status: int, text: str) -> None:
+        """Count an answer."""
+        if status < 300 and (found := re.search(r'"code": ?(5\d\d)', text)):  # in a response that is streamed
+            status = int(found[1])
+        self.counts.setdefault(route, Counter())[f"{status // 100}xx"] += 1
+        # uvicorn answers what is no HTTP, and nothing else has a body that is empty.
+        has_shape = not text or text == "Invalid HTTP request received." or _is_error(text)
+        if status >= 500 or (status >= 400 and not has_shape):
+            key = route, f"{status} {text[:200]}"
+            self.wrong[key] = min(self.wrong.get(key, request), request, key=len)
 
 
 def _is_error(text: str) -> bool:
@@ -236,6 +323,77 @@ def test_no_body_is_an_error_of_the_server(
 
         send()
         assert served.get("/health").status_code == 200
+    _check(answers, memory_before, record_property)
+
+
+@pytest.mark.slow
+def test_no_form_of_a_request_is_an_error_of_the_server(
+    served: httpx.Client, record_property: Callable[[str, object], None]
+) -> None:
+    document, answers = served.get("/openapi.json").json(), Answers(served)
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path, body in {
+        "/v1/completions": _as_object({name: VALID[name] for name in ("model", "prompt", "max_tokens")}).encode(),
+        "/v1/chat/completions": _as_object(
+            {name: VALID[name] for name in ("model", "messages", "max_tokens")}
+        ).encode(),
+        "/generate": _as_object({"text": VALID["text"]}).encode(),
+    }.items():
+        line = f"POST {path} HTTP/1.1\r\n".encode()
+        head = line + b"Content-Type: application/json\r\n"
+        for name in HEADERS:
+            for value in ODD_TEXTS:
+                start = line if name == "Content-Type" else head
+                answers.send_raw(f"header {name}", start + name.encode() + b": " + value + b"\r\n", body)
+        form = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
+        for content_type in CONTENT_TYPES:
+            for content in (body, form, b"a=1&b=%ff", b""):
+                answers.send_raw("content type", line + f"Content-Type: {content_type}\r\n".encode(), content)
+        for encoding in ("gzip", "deflate", "br", "identity", "gzip, gzip"):
+            for content in (body, gzip.compress(body)):
+                answers.send_raw("content encoding", head + f"Content-Encoding: {encoding}\r\n".encode(), content)
+        text = body.decode()
+        for content in (
+            *(body + b"x", body + b"\0", body + body, b"\xef\xbb\xbf" + body, body.replace(b"two", b"\xff"), b""),
+            *(text.encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32")),
+            *(text[:-1].encode() + b', "n": null, "n": 1, "n": [], "__class__": {}}', body.replace(b"two", b"t\nwo")),
+        ):
+            answers.send_raw("body", head, content)
+        chunked = b"Transfer-Encoding: chunked\r\n"
+        chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        for headers, content in (
+            *(
+                (chunked, chunks),
+                (chunked, b"zz\r\n"),
+                (chunked * 2, chunks),
+                (chunked + b"Content-Length: 5\r\n", chunks),
+            ),
+            *((b"Transfer-Encoding: " + name + b"\r\n", chunks) for name in (b"gzip, chunked", b"gzip", b"identity")),
+            *(
+                (b"Content-Length: " + value + b"\r\n", body)
+                for value in (b"-1", b"+5", b"5", b"\xb2", b"9" * 30, b"x")
+            ),
+            (b"Content-Length: 5\r\nContent-Length: 6\r\n", body),
+        ):
+            answers.send_raw("length", head + headers, content, has_length=False)
+    del document["paths"]["/get_world_size"]  # it waits for an engine
+    for path in (*document["paths"], *UNKNOWN_PATHS):
+        for method in METHODS:
+            answers.send_raw("method", f"{method} {path} HTTP/1.1\r\n".encode())
+        answers.send_raw("web socket", f"GET {path} HTTP/1.1\r\n".encode() + UPGRADE)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            names = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+            for name in (*names, "unknown"):
+                for value in ("", "x", "-1", "1e999", "NaN", "true", "9" * 5000, "%00", "%ff", "%ED%A0%80", "[]"):
+                    target = f"{method.upper()} {path}?{name}={value} HTTP/1.1\r\n".encode()
+                    answers.send_raw("query", target + b"Content-Type: application/json\r\n", b"{}")
+    assert served.get("/health").status_code == 200
+    _check(answers, memory_before, record_property)
+
+
+def _check(answers: Answers, memory_before: int, record_property: Callable[[str, object], None]) -> None:
+    """Check that no answer says that the server has failed, and that memory has not grown, and record both."""
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before) / 1024
     report = {path: dict(counted) for path, counted in answers.counts.items()}
     record_property("answers", report)

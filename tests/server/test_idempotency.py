@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import openai as openai_package
 import pytest
 from openai import OpenAI
 
+from rollout_server import idempotency
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -92,6 +94,45 @@ def test_a_request_whose_client_disconnects_keeps_its_key(server: str, openai: O
         complete(openai, "two")
     assert 600 < job.redis.ttl(job.keys.idempotency("a"))
     assert "two" == while_calling(lambda: complete(openai), lambda: job.answer_text(request, "two"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    ("headers", "deadline"),
+    [(KEY, 24 * 3600), ({**KEY, "X-Rollout-Deadline-Seconds": "60"}, 60), ({}, None)],
+)
+def test_a_request_ends_at_the_latest_when_its_key_does(
+    server: str, job: ServedJob, path: str, headers: dict[str, str], deadline: int | None
+) -> None:
+    """Weights that its rollouts wait for may never come, and nobody cancels a request with a key."""
+    body = {"model": MODEL_NAME, "prompt": "one"} if path == "/v1/completions" else {"text": "one"}
+    pinned = {**headers, "X-Rollout-Weight-Version": "9"}
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        assert (deadline, 9) == (request.deadline_seconds, request.weight_version)
+        job.answer_text(request, "two")
+
+    replied = while_calling(lambda: httpx.post(f"{server}{path}", json=body, headers=pinned, timeout=30), answer)
+    assert 200 == replied.status_code
+
+
+def test_other_requests_continue_while_a_large_body_is_compared(
+    openai: OpenAI, job: ServedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, threading.Thread] = {}
+
+    def fingerprint(target: str, headers: dict[str, str], body: bytes) -> bytes:
+        threads[len(body) // 2**16] = threading.current_thread()
+        return original(target, headers, body)
+
+    original = idempotency.fingerprint
+    monkeypatch.setattr(idempotency, "fingerprint", fingerprint)
+    for number, user in enumerate(("small", "large" * 2**16)):
+        key = {"Idempotency-Key": str(number)}
+        while_calling(lambda key=key, user=user: complete(openai, headers=key, user=user), answering(job, "two"))
+    assert [0, 5] == sorted(threads)
+    assert threads[0] is not threads[5]
 
 
 def test_a_key_of_another_sample_is_refused(server: str, job: ServedJob) -> None:

@@ -292,8 +292,28 @@ def test_calls_of_skyrl_that_a_job_does_not_support_are_refused(server: str) -> 
         ("fetch_weights", {"target_version": 1, "sync_dir": "/weights"}),
     ]:
         reply = post(f"{server}/{path}", body)
-        assert 501 == reply.status_code
+        assert 400 == reply.status_code
         assert "POST /v1/load_lora_adapter" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "unknown", 404),
+        ("GET", "v1/completions", 405),
+        ("POST", "v1/systemone", 400),
+        ("GET", "kv_event_sources", 200),
+    ],
+)
+def test_what_the_server_never_does_is_a_mistake_of_the_client(
+    server: str, method: str, path: str, status: int
+) -> None:
+    body = {"model": MODEL_NAME, "state": "x", "questions": {}} if method == "POST" else None
+    reply = httpx.request(method, f"{server}/{path}", json=body, timeout=30)
+    assert status == reply.status_code
+    if status != 200:
+        assert status == reply.json()["error"]["code"]
+    assert (status == 405) == ("allow" in reply.headers)
 
 
 def test_the_reason_why_an_adapter_was_not_loaded_is_returned(server: str, job: ServedJob) -> None:

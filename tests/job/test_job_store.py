@@ -33,7 +33,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.pipelined import PipelinedConnection
-from rollout_api.redis_client.server_functions import read_source
+from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_head.dataset.problems import EnvironmentResults, RolloutError
 from rollout_head.relay import Relay
 from rollout_store.history.records import START
@@ -430,9 +430,9 @@ async def test_results_that_were_released_are_dropped(harness: StoreHarness) -> 
         first = harness.submit(asked)
         await job_store.requests.admit(first, asked)
         await job_store.rollouts.finish(asked, rollout(asked, 0))
-        release = harness.redis.register_script(read_source("rollout_api.client", "release"))
+        release = Call(Function("release"), [JOB.job, JOB.unreleased("trainer"), *both], [60, "r", "early"])
         for deleted in (1, 0, 0):  # it does nothing for a job that is gone, and a repetition has no effect
-            release(keys=[JOB.job, JOB.unreleased("trainer"), *both], args=[60, "r", "early"])
+            run(harness.redis, release)
             assert deleted == len(harness.results())
             harness.redis.hset(JOB.job, "state", "running")
         assert [] == harness.results()

@@ -38,7 +38,7 @@ _IN_PIPELINE = r"(?:.* caused error: )?"
 _TRANSIENT_CODES = re.compile(
     rf"{_IN_PIPELINE}(BUSY |MISCONF |NOREPLICAS |UNBLOCKED |Script killed by user)", re.DOTALL
 )
-"""Error codes without a class in redis-py: a script is running or was ended, the disk is full, too few replicas are
+"""Error codes without a class in redis-py: a function is running or was ended, the disk is full, too few replicas are
 connected, or the server has become a replica while a command waited for data.
 """
 _LACKS_FUNCTION = re.compile(rf"{_IN_PIPELINE}Function not found", re.DOTALL)

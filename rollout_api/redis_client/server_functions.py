@@ -111,16 +111,21 @@ async def run_async(client: redis.asyncio.Redis, call: Call) -> Any:
 
 async def load_async(client: redis.asyncio.Redis) -> None:
     """Load all functions; see :func:`load`."""
-    _check_loaded(await _loading(client).execute(raise_on_error=False))
+    for code in libraries().values():
+        with _unless_loaded():
+            await client.execute_command("FUNCTION", "LOAD", code)
 
 
 def load(client: redis.Redis) -> None:
-    """Load all functions that a single server lacks, at once, because a server that is full refuses them later.
+    """Load all functions that a single server lacks, because it refuses them once it is full and some free memory.
 
     Raises:
         redis.RedisError: they could not be loaded.
     """
-    _check_loaded(_loading(client).execute(raise_on_error=False))
+    execute: Any = client.execute_command
+    for code in libraries().values():
+        with _unless_loaded():
+            execute("FUNCTION", "LOAD", code)
 
 
 def load_everywhere(client: Redis) -> None:
@@ -133,17 +138,13 @@ def load_everywhere(client: Redis) -> None:
         load(server)
 
 
-def _loading(client: redis.Redis | redis.asyncio.Redis) -> Any:
-    pipeline: Any = client.pipeline(transaction=False)
-    for code in libraries().values():
-        pipeline.execute_command("FUNCTION", "LOAD", code)
-    return pipeline
-
-
-def _check_loaded(replies: Iterable[Any]) -> None:
-    for reply in replies:
-        if isinstance(reply, redis.RedisError) and "already exists" not in str(reply):
-            raise reply
+@contextmanager
+def _unless_loaded() -> Iterator[None]:
+    try:
+        yield
+    except redis.ResponseError as error:
+        if "already exists" not in str(error):
+            raise
 
 
 @contextmanager

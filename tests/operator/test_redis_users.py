@@ -184,7 +184,7 @@ async def test_a_function_that_searches_too_much_data_is_ended(tmp_path: Path) -
         api.jobs = [job("a")]
         url = await wait_for_async(lambda: "rl/a-redis" in api.secrets and api.url("rl/a-redis"))
         history, rewards = HistoryKeys("rl", "a"), [b"\0" * 7 + b"x", b"word"] * 400_000
-        with redis.Redis.from_url(url) as user:
+        with redis.Redis.from_url(url, socket_timeout=60, retry=None) as user:
             user.hset(history.lengths("p"), "1", b"\0" * 16_384)
             call = Call(Function("set_rewards"), [history.lengths("p")], rewards)
             blocking = asyncio.ensure_future(asyncio.to_thread(run, user, call))

@@ -5,6 +5,8 @@ Each such job has a user on the server with the rules of
 together with the job. The history service has a user and a Secret, too. Passwords are derived from a key and the job's
 uid (HMAC-SHA256), so that they never have to be read: the only permission on Secrets that this process needs is to
 create them, and the operator needs no password.
+
+These users may only call functions that are on the server, so this process also loads all functions of its release.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
 from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import connect_async
+from rollout_api.redis_client.server_functions import libraries, load_async
 from rollout_operator.cluster.informer import Informer, WorkQueue
 from rollout_operator.cluster.kopf_watch import run_kopf
 from rollout_operator.cluster.kubernetes_api import ROLLOUT_JOBS, ApiError, KubernetesApi
@@ -233,7 +236,7 @@ class RedisUserManager:
                     await self.remove_unused(namespaces)
             except (ApiError, redis.RedisError, OSError) as error:
                 if isinstance(error, redis.ResponseError) and str(error).startswith("BUSY "):
-                    await self._end_script()
+                    await self._end_function()
                 else:
                     logger.warning("Creating users failed and is retried: %s: %s", type(error).__name__, error)
             try:
@@ -241,24 +244,24 @@ class RedisUserManager:
             except TimeoutError:
                 continue
 
-    async def _end_script(self) -> None:
-        """End the script that blocks the server for all jobs.
+    async def _end_function(self) -> None:
+        """End the call of a function that blocks the server for all jobs.
 
-        The users of jobs may run scripts, and one that does not end would otherwise block the server for ever. The
-        server says that it is busy after its ``busy-reply-threshold``, by default five seconds; the project's own
-        scripts take milliseconds.
+        Calls take milliseconds, but one that searches much data, which the user of a job can write, takes minutes. The
+        server says that it is busy after its ``busy-reply-threshold``, by default five seconds.
         """
         try:
-            await self._server.script_kill()
-            logger.warning("Ended a script that had blocked the Redis server for all jobs.")
+            await self._server.function_kill()
+            logger.warning("Ended a function that had blocked the Redis server for all jobs.")
         except redis.ResponseError as error:
             if not str(error).startswith("NOTBUSY"):
-                logger.error("A script blocks the Redis server for all jobs and cannot be ended: %s", error)
+                logger.error("Something blocks the Redis server for all jobs and cannot be ended: %s", error)
         except (redis.RedisError, OSError) as error:
-            logger.warning("Ending a script failed and is retried: %s: %s", type(error).__name__, error)
+            logger.warning("Ending a function failed and is retried: %s: %s", type(error).__name__, error)
 
     async def create_missing(self) -> None:
-        """Create the users and Secrets that are missing; after a restart of the server, all users."""
+        """Load the functions, and create the users and Secrets, that are missing; after a restart, all users."""
+        await self._load_functions()
         run_id = str((await self._server.info("server"))["run_id"])
         if run_id != self._run_id:
             self._run_id = run_id
@@ -273,6 +276,13 @@ class RedisUserManager:
         for user in self._selected():
             if user.uid not in self._with_secret and user.uid not in self._without_objects:
                 await self._create_secret(user)
+
+    async def _load_functions(self) -> None:
+        found = await self._server.execute_command("FUNCTION", "LIST", "LIBRARYNAME", "rollout_*")
+        # Each entry is a list of names and values, which begins with that of the library.
+        if not libraries().keys() <= {entry[1].decode() for entry in found}:
+            await load_async(self._server)
+            logger.info("Loaded the functions that users may call.")
 
     async def _create_secret(self, user: RedisUser) -> None:
         """Create a user's Secret.
@@ -366,8 +376,8 @@ def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="rollout-redis-users",
         description="Create a Redis user for each RolloutJob that names no other. ROLLOUT_REDIS_ADMIN_URL is the URL "
-        "of the server or of its Sentinels, with a user that may use ACL commands. ROLLOUT_REDIS_USER_KEY is the key "
-        "from which passwords are derived.",
+        "of the server or of its Sentinels, with a user that may use ACL and FUNCTION commands. ROLLOUT_REDIS_USER_KEY "
+        "is the key from which passwords are derived.",
     )
     parser.add_argument(
         "--namespace",

@@ -25,9 +25,11 @@ from rollout_api.errors import RolloutClientError
 from rollout_api.protocol.keys import LEDGER_RETENTION_S
 from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.redis_client.server_functions import async_function, execute_even_when_full
+from rollout_api.redis_client.server_functions import Call, Function, execute_even_when_full, run_async
 
 logger = logging.getLogger(__name__)
+
+_RELEASE = Function("release")
 
 
 class Results:
@@ -43,7 +45,6 @@ class Results:
     def __init__(self, channel: JobChannel, leftovers: Leftovers | None = None) -> None:
         self._client, self._keys, self._policy = channel.redis, channel.keys, channel.policy
         self._name, self._leftovers = channel.client_name, leftovers
-        self._release = async_function(channel.redis, __package__, "release")
         self._requests = OpenRequests(leftovers)
         self._reader = ResultReader(channel, self._requests, with_tokens=leftovers is None)
         self._queue = RequestQueue(channel, self._requests, self._reader)
@@ -147,11 +148,8 @@ class Results:
             batch = request_ids[start : start + REQUESTS_PER_BATCH]
             keys = [self._keys.job, self._keys.unreleased(self._name)]
             keys += [key for name in batch for key in (self._keys.ledger(name), self._keys.results(name))]
-
-            async def release(keys: list[str] = keys, batch: Sequence[str] = batch) -> None:
-                await self._release(keys=keys, args=[LEDGER_RETENTION_S, *batch])
-
-            await self._policy.run(release, action="release results")
+            call = Call(_RELEASE, keys, [LEDGER_RETENTION_S, *batch])
+            await self._policy.run(partial(run_async, self._client, call), action="release results")
 
     async def rollouts(
         self,

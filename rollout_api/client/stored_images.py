@@ -9,7 +9,7 @@ from typing import Any
 from rollout_api.client.job_channel import JobChannel
 from rollout_api.errors import JobFullError
 from rollout_api.protocol.keys import IMAGE_RETENTION_S
-from rollout_api.redis_client.server_functions import async_function
+from rollout_api.redis_client.server_functions import Call, Function, run_async
 
 IMAGE_REFRESH_S = IMAGE_RETENTION_S / 12
 """Time after which clients store the images of their open requests again, which keeps them for longer."""
@@ -21,6 +21,7 @@ _OVERHEAD_BYTES = 512
 """Bytes that an image takes in Redis in addition to its own."""
 _MAX_EXAMINED = 1000
 """Number of images that are examined at a time in search of room for another one."""
+_STORE = Function("store_image")
 
 
 class StoredImages:
@@ -33,7 +34,6 @@ class StoredImages:
     def __init__(self, channel: JobChannel) -> None:
         self._redis, self._keys, self._policy = channel.redis, channel.keys, channel.policy
         self._job = channel.job
-        self._store = async_function(channel.redis, __package__, "store_image")
 
     @property
     def _max_bytes(self) -> int:
@@ -64,12 +64,12 @@ class StoredImages:
         missing = await self._policy.run(keep_for_longer, action="store images")
         for index, digest in enumerate(missing):
             limits = [IMAGE_RETENTION_S, _IDLE_S, self._max_bytes, _OVERHEAD_BYTES, _MAX_EXAMINED]
-            store = partial(
-                self._store,
-                keys=[self._keys.image(digest), self._keys.images, self._keys.image_bytes],
-                args=[digest, images[digest], self._keys.image(""), *limits],
+            call = Call(
+                _STORE,
+                [self._keys.image(digest), self._keys.images, self._keys.image_bytes],
+                [digest, images[digest], self._keys.image(""), *limits],
             )
-            if not await self._policy.run(store, action="store images"):
+            if not await self._policy.run(partial(run_async, self._redis, call), action="store images"):
                 return frozenset(missing[index:])
         return frozenset()
 

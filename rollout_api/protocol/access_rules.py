@@ -12,10 +12,11 @@ import sys
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys, job_uid_key
 
-_COMMANDS = ("+@all", "-@admin", "-@dangerous", "-function", "-script|flush", "-script|kill", "+info")
-"""All commands except those that administer the server or affect other users' keys.
+_COMMANDS = ("+@all", "-@admin", "-@dangerous", "-@scripting", "+fcall", "+fcall_ro", "+info")
+"""All commands except those that administer the server, affect other users' keys, or let the user run code of its own.
 
-``INFO`` is allowed because it tells whether the server was restarted.
+A script that does not end would block the server for everyone. The functions that may be called are those that an
+administrator has loaded. ``INFO`` is allowed because it tells whether the server was restarted.
 """
 
 

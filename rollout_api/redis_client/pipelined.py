@@ -387,11 +387,8 @@ class _Batch(Pipeline):
         """Execute the commands; see :class:`redis.asyncio.client.Pipeline`.
 
         Raises:
-            ValueError: a command is a script, which the server may not have.
             redis.RedisError: the server was unreachable, or, with *raise_on_error*, the first error of a command.
         """
-        if self.scripts:
-            raise ValueError("scripts cannot be executed in a batch; await them together instead")
         commands, self.command_stack = self.command_stack, []
         replies = await self._batch_client.execute_all(commands) if commands else []
         if raise_on_error:

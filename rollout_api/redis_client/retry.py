@@ -26,8 +26,8 @@ long if the address is wrong.
 MAX_OUTAGE_S = 7.0
 """Seconds that :func:`retry` bridges: a hiccup is survived, and a user still gets an error within 10 s."""
 MAX_REFUSAL_S = 180.0
-"""Seconds that a server which has answered before may refuse the user. After a failover, the new primary may lack the
-job's user until whoever manages the users has created it there.
+"""Seconds that a server which has answered before may refuse the user, or lack a function. After a failover, the new
+primary may lack both until whoever manages the users has created and loaded them there.
 """
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _SYNC_PAUSE_S = 0.2
@@ -38,9 +38,10 @@ _IN_PIPELINE = r"(?:.* caused error: )?"
 _TRANSIENT_CODES = re.compile(
     rf"{_IN_PIPELINE}(BUSY |MISCONF |NOREPLICAS |UNBLOCKED |Script killed by user)", re.DOTALL
 )
-"""Error codes without a class in redis-py: a script is running or was ended, the disk is full, too few replicas are
+"""Error codes without a class in redis-py: a function is running or was ended, the disk is full, too few replicas are
 connected, or the server has become a replica while a command waited for data.
 """
+_LACKS_FUNCTION = re.compile(rf"{_IN_PIPELINE}Function not found", re.DOTALL)
 _IN_TRANSACTION = re.compile(rf"{_IN_PIPELINE}Transaction discarded because of: ([A-Z]+) ", re.DOTALL)
 """Code of the error for which a transaction was refused when it was to be executed."""
 _TRANSIENT_IN_TRANSACTION = ("BUSY", "MISCONF", "NOREPLICAS", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
@@ -78,6 +79,11 @@ def is_refused(error: redis.RedisError) -> bool:
     return isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError)
 
 
+def lacks_function(error: redis.RedisError) -> bool:
+    """Return whether the server lacks the function that was called."""
+    return isinstance(error, redis.ResponseError) and _LACKS_FUNCTION.match(str(error)) is not None
+
+
 def is_out_of_memory(error: redis.RedisError) -> bool:
     """Return whether the server refused a write because it is full, which lasts until memory is freed or added."""
     return isinstance(error, redis.exceptions.OutOfMemoryError) or _refusal_of_transaction(error) == "OOM"
@@ -92,7 +98,8 @@ def _refusal_of_transaction(error: redis.RedisError) -> str:
 def concerns_server(error: redis.RedisError) -> bool:
     """Return whether *error* is about the server or this user's access to it, not about the keys of one command."""
     is_forbidden = isinstance(error, redis.exceptions.NoPermissionError)
-    return is_transient(error) or is_out_of_memory(error) or is_refused(error) or is_forbidden
+    is_unusable = is_transient(error) or is_out_of_memory(error) or is_refused(error) or lacks_function(error)
+    return is_unusable or is_forbidden
 
 
 class RetryPolicy:
@@ -148,7 +155,7 @@ class RetryPolicy:
         outage = time.monotonic() - failing_since
         if is_out_of_memory(error):
             retryable = self._wait_while_full
-        elif is_refused(error):
+        elif is_refused(error) or lacks_function(error):
             retryable = self._has_answered and outage <= min(self._max_outage, MAX_REFUSAL_S)
         else:
             retryable = is_transient(error) and outage <= self._max_outage
@@ -280,6 +287,8 @@ class ClientRetryPolicy(RetryPolicy):
 def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
     if is_refused(error):
         remedy = "correct the user name or password"
+    elif lacks_function(error):
+        remedy = "then open the same step again"
     elif isinstance(error, redis.exceptions.NoPermissionError):
         remedy = "extend the user's ACL"
     elif isinstance(error, redis.exceptions.AskError):

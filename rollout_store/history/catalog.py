@@ -83,8 +83,8 @@ def decode_names(names: Iterable[bytes]) -> set[str]:
     return decoded
 
 
-_RECORD_CHANGES, _UPDATE_SIZE = Function(__package__, "record_changes"), Function(__package__, "update_size")
-_REMOVE_IF_UNUSED = Function(__package__, "remove_if_unused")
+_RECORD_CHANGES, _UPDATE_SIZE = Function("record_changes"), Function("update_size")
+_REMOVE_IF_UNUSED = Function("remove_if_unused")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ VERSION_FIELD_PREFIX = "generation:"
 _EMPTY_SINCE = "empty_since"
 """Metadata field with the server's time at which the history was first seen without problems."""
 
-_PUBLISH, _MERGE = Function(__package__, "publish"), Function(__package__, "merge_metadata")
+_PUBLISH, _MERGE = Function("publish"), Function("merge_metadata")
 
 
 class HistoryMismatchError(ValueError):

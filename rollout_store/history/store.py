@@ -125,7 +125,7 @@ logger = logging.getLogger(__name__)
 _ALL_GENERATIONS = 2**31
 """A window that contains every generation."""
 
-_APPEND, _SET_REWARDS = Function(__package__, "append"), Function(__package__, "set_rewards")
+_APPEND, _SET_REWARDS = Function("append"), Function("set_rewards")
 
 
 class UnknownHistoryError(LookupError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
-from rollout_api.redis_client.server_functions import async_function
+from rollout_api.redis_client.server_functions import Call, Function, run_async
 
 JOB_RETENTION_S = 24 * 3600
 """Seconds that clients have to read their results after a job has ended."""
@@ -19,9 +19,6 @@ MAX_EVENTS = 4096
 """Number of latest entries that the event stream keeps."""
 KEYS_PER_SCAN = 500
 """Number of keys that are expired or deleted in one round trip."""
-
-if TYPE_CHECKING:
-    from redis.commands.core import AsyncScript
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
@@ -39,7 +36,6 @@ class StorePart:
 
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, retries: RetryPolicy | None = None) -> None:
         self._client, self._keys, self._retries = client, keys, retries
-        self._scripts: dict[str, AsyncScript] = {}
 
     def __init_subclass__(cls) -> None:
         for name, method in list(vars(cls).items()):
@@ -47,10 +43,8 @@ class StorePart:
                 setattr(cls, name, _retrying(method))
 
     async def _call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """Run the Lua script ``functions/<function>.lua`` of this package."""
-        if function not in self._scripts:
-            self._scripts[function] = async_function(self._client, __package__, function)
-        return await self._scripts[function](keys=keys, args=args)
+        """Run a function in the server."""
+        return await run_async(self._client, Call(Function(function), keys, args))
 
 
 def _retrying(method: _Method) -> _Method:
@@ -64,7 +58,7 @@ def _retrying(method: _Method) -> _Method:
 
 
 def check_current(reply: Any) -> None:
-    """Check the reply of a script that only the newest coordinator may run.
+    """Check the reply of a function that only the newest coordinator may run.
 
     Raises:
         StaleCoordinatorError: if another coordinator has taken over.

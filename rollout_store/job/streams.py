@@ -17,7 +17,7 @@ from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_store.job.part import StorePart, as_text
 from rollout_store.job.requests import LedgerEntry
 
-_REPLACE = Function(__package__, "replace_ledger_entry")
+_REPLACE = Function("replace_ledger_entry")
 ENTRIES_PER_PAGE = 500
 """Number of stream entries in one reply when a whole stream is read."""
 

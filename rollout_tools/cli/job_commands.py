@@ -177,7 +177,7 @@ def _listed(requests: list[str]) -> str:
     return f"open requests: {', '.join(requests[:10])}{more}"
 
 
-_EVEN_WHEN_FULL = Function("rollout_api.redis_client", "even_when_full")
+_EVEN_WHEN_FULL = Function("even_when_full")
 _IDS_PER_MESSAGE = 1000
 _ENTRIES_PER_PAGE = 500
 _POLL_INTERVAL_S = 0.1

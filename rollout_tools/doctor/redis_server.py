@@ -1,6 +1,7 @@
 """Asks a Redis server, the primary of Sentinels, or a Redis Cluster what it is and how fast it answers, and checks it.
 
-Only keys that are named for this are written. They are deleted at the end.
+Only keys that are named for this are written. They are deleted at the end. The functions that jobs call are loaded if
+they are missing and the user may load them, and stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rollout_api.redis_client.connection import (
     explain_error,
     is_full,
 )
-from rollout_api.redis_client.retry import is_out_of_memory
+from rollout_api.redis_client.retry import is_out_of_memory, lacks_function
+from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_tools.doctor.findings import Finding, error, error_if, ok, size_text, warning, warning_if
 
 _MAX_MEDIAN_MS = 2.0
@@ -34,6 +36,7 @@ _MAX_TAIL_MS = 50.0
 _MAX_CLOCK_DIFFERENCE_S = 1.0
 _MAX_USED_SHARE = 0.8
 _MIN_CERTIFICATE_DAYS = 14
+_ACCESS_RULES = "give the user the rules that python -m rollout_api.protocol.access_rules prints"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class RedisFacts:
     round_trips_ms: Sequence[float] = ()
     """Duration of each of some PINGs."""
     function_ms: float | None = None
-    """Duration of a call of a Lua function; None if it failed."""
+    """Duration of a call of a function; None if it failed."""
+    function_error: str = ""
+    """Why the call failed; empty if it did not, or if the server is full or a replica."""
     clock_difference_s: float | None = None
     """How many seconds the server's clock is ahead of this machine's; None if the user may not read it."""
     denied: Sequence[str] = ()
@@ -88,8 +93,8 @@ def check_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> li
             bool(facts.denied),
             "permissions",
             "; ".join(facts.denied) or "the user may run the commands of a job on its keys",
-            "give the user the rules that python -m rollout_api.protocol.access_rules prints; if it is the user of one "
-            "job alone, examine that job's keys with --uid, and its history with the job's manifest",
+            f"{_ACCESS_RULES}; if it is the user of one job alone, examine that job's keys with --uid, and its history "
+            "with the job's manifest",
         ),
         *([_check_certificate(facts.certificate_expiry, now)] if facts.certificate_expiry is not None else []),
     ]
@@ -186,6 +191,13 @@ def _check_durations(facts: RedisFacts) -> Iterator[Finding]:
             f"{facts.function_ms:.2f} ms for a call of a Lua function",
             "other commands may block the server; see SLOWLOG",
         )
+    if facts.function_error:
+        yield error(
+            "functions",
+            facts.function_error,
+            f"{_ACCESS_RULES}, and load the functions of this release: rollout-redis-users does both, and "
+            "python -m rollout_api.redis_client.load_functions loads them on other servers",
+        )
 
 
 def _check_clock(difference: float) -> Finding:
@@ -211,7 +223,6 @@ _PINGS = 300
 _EXPIRY_S = 60
 """Seconds after which a key disappears that could not be deleted."""
 _CERTIFICATE_TIMEOUT_S = 2.0
-_FUNCTION = "return redis.call('GET', KEYS[1])"
 
 
 def read_redis(url: str, *, keys: Sequence[str], may_be_cluster: bool) -> RedisFacts:
@@ -240,13 +251,15 @@ def read_redis(url: str, *, keys: Sequence[str], may_be_cluster: bool) -> RedisF
 
 def _examine(client: Any, address: RedisAddress, where: str, info: dict[str, Any], keys: Sequence[str]) -> RedisFacts:
     denied = dict.fromkeys(text for key in keys for text in _denied(client, key))
+    function_ms, function_error = _call_function(client, keys[0])
     return RedisFacts(
         where,
         address.kind,
         info=info,
         appendfsync=_appendfsync(client),
         round_trips_ms=_measure_round_trips(client),
-        function_ms=_function_ms(client, keys[0]),
+        function_ms=function_ms,
+        function_error=function_error,
         clock_difference_s=_clock_difference(client, address),
         denied=list(denied),
         certificate_expiry=_certificate_expiry(address),
@@ -275,15 +288,21 @@ def _measure_round_trips(client: Any) -> list[float]:
     return durations
 
 
-def _function_ms(client: Any, key: str) -> float | None:
-    """Return how long a call of a function takes that the server has compiled already."""
+def _call_function(client: Any, key: str) -> tuple[float | None, str]:
+    """Return how many milliseconds a call of a function takes that the server has, and why it failed."""
+    call = Call(Function("even_when_full"), [key], ["EXISTS", key])
     try:
-        client.eval(_FUNCTION, 1, key)
+        run(client, call)
         started = time.perf_counter()
-        client.eval(_FUNCTION, 1, key)
-    except redis.ResponseError:  # it is denied, and reported as such
-        return None
-    return (time.perf_counter() - started) * 1000
+        run(client, call)
+    except redis.ResponseError as failure:
+        # The memory and the role of the server are checked on their own.
+        if is_out_of_memory(failure) or isinstance(failure, redis.exceptions.ReadOnlyError):
+            return None, ""
+        if lacks_function(failure):
+            return None, "the server lacks the functions of this release, and the user may not load them"
+        return None, str(failure)
+    return (time.perf_counter() - started) * 1000, ""
 
 
 def _clock_difference(client: Any, address: RedisAddress) -> float | None:
@@ -318,7 +337,6 @@ def _denied(client: Any, key: str) -> Iterator[str]:
         ("HGETALL", values),
         ("ZADD", scores, 1, "a"),
         ("EXPIRE", scores, _EXPIRY_S),
-        ("EVAL", _FUNCTION, 1, key),
         *(("UNLINK", name) for name in (key, stream, values, scores)),
     ]
     denied: dict[str, str] = {}
@@ -333,8 +351,6 @@ def _denied(client: Any, key: str) -> Iterator[str]:
             # Without the permission to write, a stream and its group do not exist.
             if not denied:
                 raise
-            if "can't" in str(failure):  # Redis 7.0 reports so what a script may not do
-                denied.setdefault(str(failure), str(command[0]))
     yield from (f"{command} {key}: {reason}" for reason, command in denied.items())
 
 

@@ -21,14 +21,18 @@ from rollout_api import (
     Cancel,
     FinishReason,
     Prompt,
+    RedisRefusedError,
     RedisUnreachableError,
     RolloutClient,
 )
 from rollout_api.client import job_state
+from rollout_api.protocol.access_rules import access_rules
+from rollout_api.redis_client import retry
 from rollout_api.redis_client.pipelined import PipelinedRedis
+from rollout_api.redis_client.server_functions import load
 from tests.support.client_tests import PROMPTS, num_results
 from tests.support.fake_job import FakeJob
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import Server, create_user
 from tests.support.waiting import wait_for
 
 
@@ -271,6 +275,29 @@ def test_client_waits_while_redis_is_full(
             full.close()
             with job.serving():
                 assert 6 == len(list(step))
+
+
+def test_client_waits_for_functions_that_the_server_has_lost(
+    redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = create_user(redis_url, access_rules("default", "math", job.uid, "math"))
+    with RolloutClient.connect(url, job.name) as client, job.serving():
+        loading = threading.Timer(1.0, load, [job.redis])
+        with client.step(0, PROMPTS) as step:
+            assert 6 == len(list(step))
+            job.redis.function_flush()
+            loading.start()
+        assert "Function not found: rollout_release_" in caplog.text
+        assert 0 == num_results(job)
+        loading.join()
+
+        monkeypatch.setattr(retry, "MAX_REFUSAL_S", 0.5)
+        with (
+            pytest.raises(RedisRefusedError, match=r"rollout_release_\w+\. rollout-redis-users .* loads it"),
+            client.step(1, PROMPTS) as step,
+        ):
+            assert 6 == len(list(step))
+            job.redis.function_flush()
 
 
 async def test_step_can_end_while_redis_is_full(redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture) -> None:

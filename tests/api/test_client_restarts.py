@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.commands.core import AsyncScript
 
 from rollout_api import (
     AsyncRolloutClient,
@@ -196,17 +195,17 @@ def test_only_released_requests_are_sampled_again(
 ) -> None:
     """A trainer was killed while it released the results of a step."""
     monkeypatch.setattr(results, "REQUESTS_PER_BATCH", 1)
-    release = AsyncScript.__call__
+    release = results.run_async
 
-    async def release_once(self: AsyncScript, *args: Any, **kwargs: Any) -> Any:
-        await release(self, *args, **kwargs)
+    async def release_once(*args: Any) -> None:
+        await release(*args)
         raise redis.ResponseError("the trainer is killed")
 
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         with pytest.raises(RedisRefusedError, match="release results"), client.step(1, PROMPTS) as step:
             assert 6 == len(list(step))
-            monkeypatch.setattr(AsyncScript, "__call__", release_once)
-        monkeypatch.setattr(AsyncScript, "__call__", release)
+            monkeypatch.setattr(results, "run_async", release_once)
+        monkeypatch.setattr(results, "run_async", release)
         assert 4 == num_results(job)
         groups = client.generate(PROMPTS, step=1)
     ids = [rollout.rollout_id for group in groups for rollout in group]

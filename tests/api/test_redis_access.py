@@ -11,6 +11,7 @@ import redis
 
 from rollout_api.protocol.access_rules import access_rules, main, service_rules
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys
+from rollout_api.redis_client.server_functions import Call, Function, libraries, load, run
 from rollout_store.history.catalog import StoredProblem
 from rollout_store.history.maintenance.maintainer import HistoryMaintainer
 from rollout_store.history.maintenance.run import MaintenanceOperations
@@ -26,7 +27,9 @@ Connect = Callable[[str, list[str]], redis.Redis]
 
 @pytest.fixture
 def admin(redis_url: str) -> redis.Redis:
-    return redis.Redis.from_url(redis_url)
+    admin = redis.Redis.from_url(redis_url)
+    load(admin)  # as rollout-redis-users does
+    return admin
 
 
 @pytest.fixture
@@ -151,17 +154,39 @@ def test_user_of_the_service_can_neither_read_messages_nor_administrate(admin: r
     assert_denied(
         lambda: user.xrange(messages.requests),
         lambda: user.delete(messages.requests),
-        lambda: user.eval("return redis.call('XLEN', KEYS[1])", 1, messages.requests),
+        lambda: run(user, Call(Function("even_when_full"), [messages.requests], ["XLEN", messages.requests])),
         user.scan,
         user.randomkey,
         lambda: user.keys("*"),
         user.flushall,
-        user.script_flush,
         user.acl_list,
         lambda: user.config_get("maxmemory"),
         lambda: user.publish("channel", "word"),
-        lambda: user.execute_command("FUNCTION", "FLUSH"),
     )
+
+
+@pytest.mark.parametrize("rules", [access_rules("rl", "job", UID, OWN.name), service_rules()])
+def test_users_call_functions_but_run_no_code_of_their_own(
+    admin: redis.Redis, connect: Connect, rules: list[str]
+) -> None:
+    script, library = "return 1", next(iter(libraries()))
+    digest = admin.script_load(script)
+    user = connect("user", rules)
+    assert_denied(
+        lambda: user.eval(script, 0),
+        lambda: user.eval_ro(script, 0),
+        lambda: user.evalsha(digest, 0),
+        lambda: user.evalsha_ro(digest, 0),
+        lambda: user.script_load(script),
+        user.script_flush,
+        user.script_kill,
+        lambda: user.function_load(libraries()[library], replace=True),
+        lambda: user.execute_command("FUNCTION", "RESTORE", b""),
+        lambda: user.function_delete(library),
+        user.function_flush,
+        user.function_kill,
+    )
+    assert 1 == run(user, Call(Function("publish"), [OWN.meta], ["run:1", 0]))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rollout_api.ports import free_port
 from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.address import Kind
+from rollout_api.redis_client.server_functions import load
 from rollout_tools.doctor.findings import Finding, Severity
 from rollout_tools.doctor.redis_server import RedisFacts, check_redis, percentile, read_redis
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
@@ -110,9 +111,14 @@ def test_a_job_user_may_use_the_keys_of_its_job_alone(tmp_path: Path) -> None:
     of_history = HistoryKeys("team", "math").log("probe")
     with Server(tmp_path, users=[f"job on >pw {rules}"], **SAFE) as server:
         url = server.url_of("job", "pw")
+        without_functions = examine(url, (own, of_history))
+        load(server.raw_client())
         allowed = examine(url, (own, of_history))
         foreign = examine(url, (own, HistoryKeys("team", "other").log("probe")))
         assert [] == server.client().keys()
+    assert Severity.ERROR == without_functions["functions"].severity
+    assert "lacks the functions" in without_functions["functions"].seen
+    assert "load_functions" in without_functions["functions"].advice
     assert not_ok(allowed).keys() <= {"round trips"}
     assert Severity.ERROR == foreign["permissions"].severity
     assert "history:team/other" in foreign["permissions"].seen
@@ -122,8 +128,10 @@ def test_a_job_user_may_use_the_keys_of_its_job_alone(tmp_path: Path) -> None:
 
 def test_a_user_who_may_only_read_cannot_run_jobs(tmp_path: Path) -> None:
     with Server(tmp_path, users=["reader on >pw ~* +@read +@connection +info +ping"], **SAFE) as server:
-        finding = examine(server.url_of("reader", "pw"))["permissions"]
+        findings = examine(server.url_of("reader", "pw"))
+    finding = findings["permissions"]
     assert Severity.ERROR == finding.severity
+    assert "'fcall'" in findings["functions"].seen
     assert "SET " in finding.seen
     assert "XADD " in finding.seen
     assert "GET " not in finding.seen.replace("GETALL ", "").replace("SET ", "")

@@ -18,7 +18,7 @@ from rollout_store.history.records import START, HistoryRecord, decode_records
 from rollout_store.history.store import AppendResult, HistoryStore
 
 KEYS = HistoryKeys("default", "math")
-COMPACT = Function("rollout_store.history.maintenance", "compact")
+COMPACT = Function("compact")
 WINDOW = 3
 
 

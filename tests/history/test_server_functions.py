@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,13 +13,22 @@ from typing import Any
 import pytest
 import redis
 
+from rollout_api.redis_client import load_functions, server_functions
 from rollout_api.redis_client.connection import connect_history
-from rollout_api.redis_client.retry import retry
-from rollout_api.redis_client.server_functions import Call, Function, run, run_all
+from rollout_api.redis_client.retry import concerns_server, retry
+from rollout_api.redis_client.server_functions import (
+    FUNCTIONS,
+    Call,
+    Function,
+    libraries,
+    load_everywhere,
+    run,
+    run_all,
+)
 from tests.support.redis_servers import Cluster, Server
 from tests.support.waiting import wait_for
 
-PUBLISH = Function("rollout_store.history", "publish")
+PUBLISH = Function("publish")
 
 
 def publish(*keys: str) -> list[Call]:
@@ -43,7 +53,7 @@ def running(request: pytest.FixtureRequest, servers: dict[str, Server | Cluster]
     for node in nodes(server):
         with contextlib.closing(node.client()) as client:
             client.flushall()
-            client.script_flush()
+            client.function_flush()
             client.config_resetstat()
     return server
 
@@ -76,20 +86,88 @@ def num_commands(running: Server | Cluster, name: str) -> int:
     return sum(counts)
 
 
-def test_missing_function_is_loaded_and_then_called_by_its_digest(client: Any, running: Server | Cluster) -> None:
+def test_all_functions_are_loaded_when_one_is_missing(client: Any, running: Server | Cluster) -> None:
     assert [1] * 64 == run_all(client, publish(*KEYS))
-    assert (64, 64) == (num_commands(running, "evalsha"), num_commands(running, "eval"))
+    loaded = len(libraries()) * len(nodes(running))
+    assert (128, loaded) == (num_commands(running, "fcall"), num_commands(running, "function|load"))
     assert [1] * 64 == run_all(client, publish(*KEYS))
-    assert (128, 64) == (num_commands(running, "evalsha"), num_commands(running, "eval"))
+    assert 1 == run(client, Call(Function("cancel"), ["key"]))
+    assert (193, loaded) == (num_commands(running, "fcall"), num_commands(running, "function|load"))
 
 
 def test_only_calls_on_a_node_that_lacks_the_function_are_repeated(client: Any, running: Server | Cluster) -> None:
     run_all(client, publish(*KEYS))
-    nodes(running)[-1].client().script_flush()
-    before = num_commands(running, "eval")
+    nodes(running)[-1].client().function_flush()
+    before = num_commands(running, "fcall")
     assert [1] * 64 == run_all(client, publish(*KEYS))
     expected = [key for key in KEYS if isinstance(running, Server) or running.owner(key) is nodes(running)[-1]]
-    assert len(expected) == num_commands(running, "eval") - before > 0
+    assert len(expected) == num_commands(running, "fcall") - before - 64 > 0
+
+
+def test_functions_of_two_versions_are_used_side_by_side(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 1 == run(client, *publish("key"))
+    shutil.copytree(FUNCTIONS, tmp_path / "functions")
+    changed = tmp_path / "functions" / "publish.lua"
+    changed.write_text(changed.read_text().replace("tonumber(known)", "-tonumber(known)"))
+    older = PUBLISH.registered_name
+    with monkeypatch.context() as patch:
+        patch.setattr(server_functions, "FUNCTIONS", tmp_path / "functions")
+        forget_libraries()
+        assert older != PUBLISH.registered_name
+        assert -1 == run(client, *publish("key"))
+        assert [-1] * 64 == run_all(client, publish(*["key"] * 64))
+    forget_libraries()
+    assert 1 == run(client, *publish("key"))
+
+
+def forget_libraries() -> None:
+    server_functions._library.cache_clear()
+    libraries.cache_clear()
+
+
+def test_errors_name_the_line_of_the_file(client: Any) -> None:
+    client.set("key", "not a hash")
+    line = 1 + (FUNCTIONS / "publish.lua").read_text().split("\n").index(
+        "local known = redis.call('HGET', KEYS[1], field)"
+    )
+    with pytest.raises(redis.ResponseError, match=rf"rollout_publish_\w+, on @user_function:{line}\."):
+        run(client, *publish("key"))
+
+
+def test_functions_that_free_memory_are_on_a_server_before_it_is_full(client: Any, running: Server | Cluster) -> None:
+    run_all(client, publish(*KEYS))
+    for node in nodes(running):
+        node.client().config_set("maxmemory", 1)
+    try:
+        assert [1] * 64 == run_all(
+            client, [Call(Function("hold_lease"), [f"{key}:lease"], ["me", 1000]) for key in KEYS]
+        )
+        trim = Function("append", even_when_full=True)
+        assert [-1, 0] == run(client, Call(trim, ["{a}1", "{a}2", "{a}3"], ["", 0, "", 1]))
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            run(client, Call(Function("append"), ["{a}1", "{a}2", "{a}3"], ["", 0, "", 1]))
+    finally:
+        for node in nodes(running):
+            node.client().config_set("maxmemory", 0)
+
+
+def test_user_who_may_not_load_functions_uses_those_that_an_administrator_has_loaded(
+    running: Server | Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in nodes(running):
+        node.client().acl_setuser("user", enabled=True, passwords=["+secret"], keys="*", categories=["+@all"])
+        node.client().execute_command("ACL", "SETUSER", "user", "-@scripting", "+fcall")
+    hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes(running))
+    kind = "redis+cluster" if isinstance(running, Cluster) else "redis"
+    with connect_history(f"{kind}://user:secret@{hosts}") as client:
+        with pytest.raises(redis.ResponseError, match=r"rollout_publish_\w+\. .*\+function\|load") as error:
+            run_all(client, publish(*KEYS))
+        assert concerns_server(error.value)
+        monkeypatch.setenv("ROLLOUT_REDIS_ADMIN_URL", running.url)
+        load_functions.main()
+        assert [1] * 64 == run_all(client, publish(*KEYS))
 
 
 def test_many_calls_take_one_round_trip(client: Any, running: Server | Cluster) -> None:
@@ -144,11 +222,13 @@ def test_replica_raises_instead_of_failing_single_calls(tmp_path: Path) -> None:
 
 def test_missing_permission_raises(tmp_path: Path) -> None:
     with (
-        Server(tmp_path, users=["reader on >secret ~* +@read +evalsha +eval"]) as server,
+        Server(tmp_path, users=["reader on >secret ~* +@read +fcall"]) as server,
+        connect_history(server.url) as admin,
         connect_history(server.url_of("reader", "secret")) as client,
-        pytest.raises(redis.exceptions.NoPermissionError),
     ):
-        run_all(client, publish("key"))
+        load_everywhere(admin)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            run_all(client, publish("key"))
 
 
 def test_redirections_are_followed_during_a_migration(cluster: Cluster) -> None:
@@ -159,7 +239,7 @@ def test_redirections_are_followed_during_a_migration(cluster: Cluster) -> None:
         assert [1, 1] == run_all(client, publish(key, other)), "the other key does not exist yet"
         move.migrate()
         assert [1, 1] == run_all(client, publish(key, other))
-        move.target.client().script_flush()
+        move.target.client().function_flush()
         assert [1, 1] == run_all(client, publish(key, other)), "the new node lacks the function"
         move.finish()
         assert [1, 1] == run_all(client, publish(key, other))

@@ -19,6 +19,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import (
     MAX_KEEP_SECONDS,
@@ -33,7 +34,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.pipelined import PipelinedConnection
-from rollout_api.redis_client.server_functions import read_source
+from rollout_api.redis_client.server_functions import Call, Function, run
 from rollout_head.dataset.problems import EnvironmentResults, RolloutError
 from rollout_head.relay import Relay
 from rollout_store.history.records import START
@@ -53,7 +54,7 @@ from rollout_store.job.requests import LedgerEntry, ResultProgress
 from rollout_store.job.rollouts import AppendedTokens
 from scripts.sizing_docs import LEDGER_BYTES
 from tests.support.job_messages import HISTORY, JOB, request, rollout
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import Server, create_user
 from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for_async
 
@@ -68,11 +69,11 @@ def weights(version: int) -> WeightUpdate:
 class StoreHarness:
     """Runs operations of a job's store, and reads their effects from Redis."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, admin_url: str = "") -> None:
         self.url = url
-        self.redis = connect(url)
-        self.history = HistoryStore(self.redis, HISTORY, window=4)
-        self.relay = Relay(self.redis, JOB, self.history)
+        self.redis = connect(admin_url or url)
+        self.history = HistoryStore(connect(self.url), HISTORY, window=4)
+        self.relay = Relay(connect(self.url), JOB, self.history)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[JobStore]:
@@ -93,7 +94,8 @@ class StoreHarness:
 
 @pytest.fixture
 def harness(redis_url: str) -> StoreHarness:
-    return StoreHarness(redis_url)
+    rules = access_rules(HISTORY.namespace, "math", JOB.uid, HISTORY.name)
+    return StoreHarness(create_user(redis_url, rules), redis_url)
 
 
 async def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> None:
@@ -124,19 +126,19 @@ async def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarnes
 
 
 @pytest.mark.parametrize(("n", "max_bytes"), [(1, 250), (4, 480), (16, 1250)])
-async def test_an_answered_request_takes_little_memory(harness: StoreHarness, n: int, max_bytes: int) -> None:
+async def test_an_answered_request_takes_little_memory(redis_url: str, n: int, max_bytes: int) -> None:
     """Ledgers are kept for a week: 500 rollouts per second would be 300 million (docs/sizing.md)."""
     keys = MessageKeys("6f1c2e9a-5d1b-4f0e-9c57-0f3a2b1c4d5e")
-    job_store = JobStore.connect(harness.url, keys)
+    server, job_store = connect(redis_url), JobStore.connect(redis_url, keys)
     asked = RolloutRequest(job_uid=keys.uid, request_id="trainer:1:1", prompt_token_ids=[1], sampling=Sampling(n=n))
-    entry: Any = harness.redis.xadd(keys.requests, {MESSAGE_FIELD: encode(asked)})
+    entry: Any = server.xadd(keys.requests, {MESSAGE_FIELD: encode(asked)})
     await job_store.requests.admit(str(entry, "utf-8"), asked)
     counters = {"num_decoding_steps": 3000, "num_draft_tokens": 90_000, "num_accepted_tokens": 70_000}
     engine = {"engine": "math-grpo-worker-3/engine-0#a1b2c3"}
     finished = [rollout(asked, sample).model_copy(update=counters | engine) for sample in range(n)]
     await job_store.rollouts.finish_all([(asked, one) for one in finished])
     await job_store.close()
-    assert 0 < harness.redis.memory_usage(keys.ledger("trainer:1:1")) <= max_bytes
+    assert 0 < server.memory_usage(keys.ledger("trainer:1:1")) <= max_bytes
 
 
 @pytest.mark.parametrize(("n", "expected_bytes"), LEDGER_BYTES.items())
@@ -435,9 +437,9 @@ async def test_results_that_were_released_are_dropped(harness: StoreHarness) -> 
         first = harness.submit(asked)
         await job_store.requests.admit(first, asked)
         await job_store.rollouts.finish(asked, rollout(asked, 0))
-        release = harness.redis.register_script(read_source("rollout_api.client", "release"))
+        release = Call(Function("release"), [JOB.job, JOB.unreleased("trainer"), *both], [60, "r", "early"])
         for deleted in (1, 0, 0):  # it does nothing for a job that is gone, and a repetition has no effect
-            release(keys=[JOB.job, JOB.unreleased("trainer"), *both], args=[60, "r", "early"])
+            run(harness.redis, release)
             assert deleted == len(harness.results())
             harness.redis.hset(JOB.job, "state", "running")
         assert [] == harness.results()

@@ -12,6 +12,7 @@ import msgpack
 import pytest
 import redis
 
+from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.history_encoding import rollout_key
 from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import (
@@ -33,7 +34,7 @@ from rollout_store.job import JobStore
 from rollout_store.job.requests import LedgerEntry
 from rollout_store.job.streams import CONFLICTS, Outbox, add_dead_letter
 from tests.support.job_messages import HISTORY, JOB, request, rollout
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import Server, create_user
 from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for
 
@@ -45,9 +46,10 @@ class RelayHarness:
     """A job with a relay, whose rollouts the test finishes."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.redis = url, connect(url)
-        self.history = HistoryStore(self.redis, HISTORY, window=4)
-        self.relay = Relay(self.redis, JOB, self.history)
+        self.url = create_user(url, access_rules(HISTORY.namespace, "math", JOB.uid, HISTORY.name))
+        self.redis = connect(url)
+        self.history = HistoryStore(connect(self.url), HISTORY, window=4)
+        self.relay = Relay(connect(self.url), JOB, self.history)
 
     def finish(self, *requests: RolloutRequest) -> None:
         """Finish all samples of requests."""

@@ -38,6 +38,7 @@ from rollout_operator.objects.pods import head_pod
 from rollout_api.manifest.rollout_job import parse_job
 from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
+from rollout_api.redis_client.server_functions import libraries, load
 from rollout_head.coordinator.metrics import StatusMetrics
 from rollout_store.history_service.service import HistoryCollector, ServiceState
 from rollout_store.job import EngineReport
@@ -735,17 +736,19 @@ class BundledRedis:
         return redis.Redis.from_url(f"redis://{login}@{host}:{self._port}", retry=Retry(NoBackoff(), 0))
 
 
-def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(tmp_path: Path) -> None:
+def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_and_functions_when_it_restarts(tmp_path: Path) -> None:
     server = BundledRedis(tmp_path)
     with server.running("first") as admin:
         assert "noeviction" == admin.config_get("maxmemory-policy")["maxmemory-policy"]
         assert admin.set("history:x", 1)
         admin.acl_setuser("job", enabled=True, passwords=["+word"], keys=["history:*"], commands=["+get"])
         admin.execute_command("ACL", "SAVE")
+        load(admin)
         with pytest.raises(redis.AuthenticationError), server.client("") as stranger:
             stranger.get("history:x")
     with server.running("second") as admin, server.client("job:word") as job, server.client(":first") as former_admin:
         assert b"1" == admin.get("history:x") == job.get("history:x")
+        assert len(libraries()) == len(admin.function_list())
         with server.client(":second", "[::1]") as on_ipv6:
             assert on_ipv6.ping()
         with pytest.raises(redis.exceptions.NoPermissionError):

@@ -31,10 +31,13 @@ from rollout_operator.redis_users import (
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.access_rules import service_rules
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.address import Kind, parse_address, without_password
 from rollout_api.redis_client.connection import connect, connect_async
 from rollout_api.redis_client.retry import is_transient
+from rollout_api.redis_client.server_functions import Call, Function, run
+from rollout_store.job import JobStore
+from rollout_store.job.engines import EngineReport, LeaseState
 from tests.support.redis_servers import Certificates, Server
 from tests.support.waiting import wait_for_async
 
@@ -150,7 +153,29 @@ async def test_users_have_the_keys_of_their_job_or_of_all_histories(server: Serv
     await client.aclose()
 
 
-async def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
+async def test_a_job_continues_once_functions_that_the_server_has_lost_are_loaded_again(server: Server) -> None:
+    api, client = StandInApi(), connect_async(server.url)
+    manager = RedisUserManager(api, client, server.url, KEY)
+    manager.update_job(job("math"))
+    await manager.create_missing()
+    job_store = JobStore.connect(api.url("rl/math-redis"), MessageKeys("uid-of-math"))
+    report = EngineReport("engine", max_running=4)
+    assert LeaseState.LOST is not await job_store.engines.heartbeat("a", report, register=True)
+    for lost in (True, False):
+        if lost:
+            server.client().function_flush()
+        else:
+            server.restart()
+        waiting = asyncio.ensure_future(job_store.engines.heartbeat("a", report, register=True))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await manager.create_missing()
+        assert LeaseState.LOST is not await waiting
+    await job_store.close()
+    await client.aclose()
+
+
+async def test_a_function_that_searches_too_much_data_is_ended(tmp_path: Path) -> None:
     with Server(tmp_path, password=PASSWORD, settings={"busy-reply-threshold": "100"}) as server:
         api = StandInApi()
         users = RedisUserManager(api, connect_async(server.url), server.url, KEY, by_default=True)
@@ -158,9 +183,13 @@ async def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
         users.update_job(job("a"))
         api.jobs = [job("a")]
         url = await wait_for_async(lambda: "rl/a-redis" in api.secrets and api.url("rl/a-redis"))
-        endless = asyncio.ensure_future(asyncio.to_thread(redis.Redis.from_url(url).eval, "while true do end", 0))
-        with pytest.raises(redis.ResponseError, match="killed") as killed:
-            await asyncio.wait_for(endless, 60)
+        history, rewards = HistoryKeys("rl", "a"), [b"\0" * 7 + b"x", b"word"] * 400_000
+        with redis.Redis.from_url(url, socket_timeout=60, retry=None) as user:
+            user.hset(history.lengths("p"), "1", b"\0" * 16_384)
+            call = Call(Function("set_rewards"), [history.lengths("p")], rewards)
+            blocking = asyncio.ensure_future(asyncio.to_thread(run, user, call))
+            with pytest.raises(redis.ResponseError, match="killed") as killed:
+                await asyncio.wait_for(blocking, 60)
         assert is_transient(killed.value)
         assert connect(server.url).ping()
         await cancel_and_wait(managing)

@@ -29,6 +29,7 @@ from rollout_api import (
 from rollout_api.protocol.history_encoding import pack_entry, pack_recent
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.messages import InitWeightTransfer, Message
+from rollout_api.redis_client.server_functions import load
 from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
@@ -207,6 +208,7 @@ class FakeJob:
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
         """Make Redis run out of memory until the block ends."""
+        load(self.redis)  # as the job would have done when it started
         self.redis.config_set("maxmemory", 1)
         try:
             yield

@@ -26,6 +26,7 @@ from rollout_store.runtime.embedded_redis import EmbeddedRedis
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE, rollout_job
 from tests.support.random_policies import TASKS, make_policies
+from tests.support.redis_servers import create_user
 from tests.support.waiting import wait_for
 
 UID = "a-job-of-pods"
@@ -51,9 +52,7 @@ class PodProcesses:
         url = self.server.start()
         self.client = redis.Redis.from_url(url)
         # The permissions of a job on a shared server.
-        rules = access_rules("default", "pods", UID, "pods")
-        self.client.execute_command("ACL", "SETUSER", "job", "reset", "on", ">secret", *rules)
-        self.url = f"redis://job:secret@{url.rpartition('@')[2]}"
+        self.url = create_user(url, access_rules("default", "pods", UID, "pods"))
         self.redis = int(self.client.info()["process_id"])
         self.http_port, self.ready_port = free_port(), free_port()
         self._directory = directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from typing import Any, Self
 import redis
 
 from rollout_api.ports import free_port
+from rollout_api.redis_client.server_functions import load
 from rollout_store.runtime.child_process import spawn_with_parent
 from tests.support.waiting import wait_for
 
@@ -50,6 +52,14 @@ class Certificates:
     def query(self) -> str:
         """Query of a URL with which a client trusts the certificate and authenticates with it."""
         return f"ssl_ca_certs={self.certificate}&ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+
+
+def create_user(url: str, rules: Sequence[str]) -> str:
+    """Create a user and load the functions, as ``rollout-redis-users`` does, and return the user's URL."""
+    with redis.Redis.from_url(url) as admin:
+        admin.execute_command("ACL", "SETUSER", "user", "reset", "on", ">secret", *rules)
+        load(admin)
+    return re.sub(r"://(?:[^/?#]*@)?", "://user:secret@", url, count=1)
 
 
 class Closing(contextlib.AbstractContextManager["Closing"], ABC):

@@ -36,7 +36,7 @@ RETENTION_S = 30 * 86400.0
 """Default seconds after which an unused history is deleted."""
 LOG_INTERVAL_S = 30.0
 """Minimum seconds between two log messages about the same continuing failure."""
-_HOLD_LEASE = Function(__package__, "hold_lease")
+_HOLD_LEASE = Function("hold_lease")
 
 
 def new_lease_token() -> str:

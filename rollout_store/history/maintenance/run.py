@@ -36,8 +36,8 @@ MAX_BLOCK_RATIO = 2
 """A block larger than the newer data by this factor is not rewritten, which bounds how often a byte is rewritten."""
 MAX_BLOCK_BYTES = 2**24
 """Maximum size of a block: servers and clients hold a block in memory as a whole."""
-_COMPACT = Function(__package__, "compact")
-_TRIM = Function("rollout_store.history", "append", even_when_full=True)
+_COMPACT = Function("compact")
+_TRIM = Function("append", even_when_full=True)
 
 
 class MaintenanceOperations:

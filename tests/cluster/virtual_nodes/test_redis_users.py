@@ -16,6 +16,7 @@ from rollout_operator.objects.names import redis_secret
 from rollout_operator.redis_users import user_prefix
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
+from rollout_api.redis_client.server_functions import Call, Function, run
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
@@ -157,7 +158,8 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
         lambda: code.xadd(keys.control, {"d": b"1"}),
         lambda: code.xrange(history.log("p")),
         lambda: code.hgetall(history.meta),
-        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.requests),
+        lambda: run(code, Call(Function("even_when_full"), [keys.requests], ["XLEN", keys.requests])),
+        lambda: code.eval("return 1", 0),
         lambda: code.set(job_uid_key(f"{jobs.namespace}/math"), uids["code"]),
         lambda: code.execute_command("FUNCTION", "FLUSH"),
         code.script_flush,

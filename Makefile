@@ -43,10 +43,11 @@ test-nightly: env images  ## Run what takes minutes: trainings with TRL, tutoria
 	$(MAKE) test-v2 WHEN=nightly
 	$(MAKE) test-next
 	$(VENV)/pytest -m nightly tests/cluster/real_node
-	CHAOS_SECONDS=900 $(MAKE) test-chaos
+	CHAOS_SECONDS=900 $(MAKE) test-chaos WHEN=
 
-test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
-	$(VENV)/pytest tests/chaos -s
+test-chaos: WHEN := not nightly
+test-chaos: env  ## Strike jobs with faults: one with engines (CHAOS_SEED, CHAOS_SECONDS), others with stubs (WHEN=: all).
+	$(VENV)/pytest $(if $(WHEN),-m "$(WHEN)") tests/chaos -s
 
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes

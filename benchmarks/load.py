@@ -3,7 +3,7 @@
     python -m benchmarks.load --json FILE
 
 The coordinator, the relay and Redis run as in a job. The engines are stubs: they take part in the whole protocol, but
-instead of sampling they wait for a time that the client knows, and return arbitrary tokens. A client keeps a number of
+instead of sampling they wait for a time that the client knows, and return random tokens. A client keeps a number of
 multi-turn trajectories running. Each requests its next turn as soon as it has received the last one.
 
 What the message path adds to a turn is the time from its request to its delivery less the time that its engine waited.
@@ -41,30 +41,22 @@ from typing import Any
 
 import aiohttp
 import psutil
-import uvloop
 import yaml
 
 from benchmarks.figures import Figure, quantile, report
 from rollout_api import AsyncRolloutClient
 from rollout_api.ports import free_port
-from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, RolloutRequest, WeightSpan
+from rollout_api.protocol.messages import RolloutId
 from rollout_api.redis_client.connection import connect
 from rollout_head.services import Service
 from rollout_store.history.records import START
 from rollout_store.job.setup import JobSetup
 from rollout_store.models.model_source import default_cache
-from rollout_store.runtime.garbage_collection import collect_rarely
 from rollout_tools.tiny_model import ensure
-from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.engine import EngineCounters
-from rollout_worker.engine.response import GenerationResult
-from rollout_worker.engine_worker.published_weights import WeightDirectories
-from rollout_worker.engine_worker.worker import EngineWorker
 from tests.support.redis_servers import Server
+from tests.support.stub_engines import VOCABULARY, run_engines
 
 UID = "load"
-VOCABULARY = 256
-"""Token ids of prompts and responses are below this number, and known to every model."""
 PROMPT = 64
 """Tokens of the first prompt of a trajectory."""
 OBSERVATION = 16
@@ -128,75 +120,9 @@ class Workload:
         return self.generation_s * (0.5 + (zlib.crc32(request_id.encode()) % 1024) / 1024)
 
 
-class StubEngine:
-    """What an engine worker uses of an engine, with a wait in place of sampling."""
-
-    weight_version = 0
-    full_weight_version = 0
-    stopped = False
-
-    def __init__(self, workload: Workload, setup: JobSetup) -> None:
-        self.config = EngineConfig(model=Path("/model"), spec=setup.job.spec.engine, cpu=True)
-        self.counters = EngineCounters()
-        self._workload = workload
-        self._logprobs = [-0.5] * workload.tokens
-
-    async def generate(
-        self, request: RolloutRequest, sample: int, *, prefix: Partial | None, stop_event: asyncio.Event, **_: Any
-    ) -> GenerationResult:
-        """Wait, and return tokens that depend on the request."""
-        started = time.monotonic()
-        await asyncio.sleep(self._workload.generation_time(request.request_id))
-        first = zlib.crc32(request.request_id.encode())
-        return GenerationResult(
-            token_ids=[(first + 31 * position) % VOCABULARY for position in range(self._workload.tokens)],
-            logprobs=self._logprobs,
-            ranks=None,
-            top_logprobs=None,
-            kept_token_ids=None,
-            weight_spans=[WeightSpan(start=0, weight_version=0)],
-            finish_reason=FinishReason.LENGTH,
-            num_decoding_steps=self._workload.tokens,
-            draft_tokens_by_source={},
-            accepted_tokens_by_source={},
-            draft_sources=None,
-            num_cached_tokens=0,
-            started=started,
-            finished=time.monotonic(),
-        )
-
-    async def stats(self) -> dict[str, Any]:
-        """Return what an engine without drafts measures."""
-        return {}
-
-    def running_tokens(self) -> dict[str, int]:
-        """Return nothing: a stub does not know how far its rollouts are."""
-        return {}
-
-
-def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
+def run_engine_host(url: str, workload: Workload, names: Sequence[str]) -> None:
     """Run the workers of some stub engines until the process is killed."""
-    setup = workload.setup(url)
-    collect_rarely()  # as the process of a real engine does
-
-    async def run() -> None:
-        workers = [
-            EngineWorker(
-                StubEngine(workload, setup),  # type: ignore[arg-type]  # it has what a worker uses
-                setup.job_store(),
-                setup.history_store(),
-                name=name,
-                worker="",
-                max_running=setup.job.spec.engine.max_num_seqs,
-                checkpoint_tokens=setup.job.spec.engine.checkpoint_tokens,
-                sampling=setup.job.spec.sampling,
-                directories=WeightDirectories(Path("/model"), Path("/model"), []),
-            )
-            for name in names
-        ]
-        await asyncio.gather(*(worker.run() for worker in workers))
-
-    uvloop.run(run())
+    run_engines(workload.setup(url), names, workload.generation_time)
 
 
 @dataclass
@@ -364,7 +290,7 @@ class Job:
         """Return a process with every second engine, which has not started."""
         names = [f"engine-{number}" for number in range(first, self._workload.num_engines, ENGINE_PROCESSES)]
         arguments = self._server.url, self._workload, names
-        return multiprocessing.get_context("spawn").Process(target=run_engines, args=arguments, daemon=True)
+        return multiprocessing.get_context("spawn").Process(target=run_engine_host, args=arguments, daemon=True)
 
     def _start_http_server(self, port: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "rollout_tools.cli", "serve", "-f", str(self._manifest), "--uid", UID]
@@ -436,6 +362,15 @@ class Job:
         seconds = {kind: sum(one.user + one.system for one in found) for kind, found in times.items()}
         return seconds | {"Redis": info["used_cpu_user"] + info["used_cpu_sys"]}
 
+    def memory(self) -> dict[str, float]:
+        """Return the bytes of memory of the largest HTTP server, if there are any, and those that Redis uses."""
+        found: dict[str, float] = {"Redis": self.redis.info("memory")["used_memory"]}
+        if self._http_servers:
+            infos = [psutil.Process(server.pid).memory_full_info() for server in self._http_servers]
+            found["an HTTP server, RSS"] = max(info.rss for info in infos)
+            found["an HTTP server, USS"] = max(info.uss for info in infos)
+        return found
+
     def finished_rollouts(self) -> int:
         """Return the number of rollouts that the job has finished."""
         return int(self.redis.hget(self._setup.keys.totals, "rollouts") or 0)
@@ -463,6 +398,8 @@ class Load:
     http_added_s: list[float]
     cpu_s: dict[str, float]
     """CPU seconds per rollout, by kind of process."""
+    memory: dict[str, float]
+    """Bytes of memory after the load, by kind of process."""
 
     @property
     def total_cpu_s(self) -> float:
@@ -502,7 +439,7 @@ def measure(job: Job, workload: Workload, trajectories: int, seconds: float) -> 
     if finished != len(delivered) or max(delivered.values()) > 1:
         raise RuntimeError(f"{finished} rollouts have finished, and {delivered.total()} were delivered")
     cpu_s = {kind: (after[kind] - before[kind]) / rollouts for kind in after}
-    return Load(trajectories, rollouts / elapsed, added_s, http_added_s, cpu_s)
+    return Load(trajectories, rollouts / elapsed, added_s, http_added_s, cpu_s, job.memory())
 
 
 def measure_kills(job: Job, workload: Workload, trajectories: int, rounds: int) -> list[Figure]:
@@ -532,7 +469,13 @@ def measure_kills(job: Job, workload: Workload, trajectories: int, rounds: int) 
         Figure(f"of these, over HTTP, {where}", num_over_http, "rollouts", "", ">=", None),
         Figure(f"of these, not in the history, {where}", len(delivered.keys() - history), "rollouts", "", "<=", 0.0),
         *figures_of_added(added_s, http_added_s, where),
+        *figures_of_memory(job.memory(), where),
     ]
+
+
+def figures_of_memory(memory: dict[str, float], where: str) -> list[Figure]:
+    """Return the figures of the memory after a load."""
+    return [Figure(f"memory of {kind}, {where}", size / 1e6, "MB", "", "<=", None) for kind, size in memory.items()]
 
 
 def figures_of_added(added_s: Sequence[float], http_added_s: Sequence[float], where: str) -> list[Figure]:
@@ -564,6 +507,7 @@ def figures_of(idle: dict[str, float], loads: Sequence[Load]) -> list[Figure]:
             Figure(f"CPU time per rollout, {kind}, {where}", 1000 * seconds, "ms", "", "<=", None)
             for kind, seconds in load.cpu_s.items()
         ]
+        figures += figures_of_memory(load.memory, where)
     return figures
 
 

@@ -300,12 +300,14 @@ class Relay:
             reasons.append(errors[0] if errors else None)
             problems.append(set())
             for reward, entry in found if not errors else ():
-                if not isinstance(entry, LedgerEntry):
+                # If the job does not know a rollout that a trainer has received, Redis has lost it.
+                known = entry.digest.hex() if isinstance(entry, LedgerEntry) else ""
+                if reward.digest and reward.digest != known and (known or entry is None):
+                    conflicts.append(reward)
+                elif not isinstance(entry, LedgerEntry):
                     logger.warning(
                         "Discarded a reward for rollout %s, which this job does not know.", reward.rollout_id
                     )
-                elif reward.digest and entry.digest and reward.digest != entry.digest.hex():
-                    conflicts.append(reward)
                 else:
                     by_problem[entry.problem_id][str(reward.rollout_id)] = reward.value
                     problems[-1].add(entry.problem_id)
@@ -318,10 +320,10 @@ class Relay:
         ]
 
     def _reject(self, conflicts: list[_Reward]) -> None:
-        """Keep rewards that belong to other tokens than those in the history as dead letters."""
+        """Keep rewards for tokens that are not in the history as dead letters."""
         reason = (
-            f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for other tokens "
-            "than those in the history: Redis has lost the rollouts in a crash, and they were sampled again"
+            f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for tokens that are "
+            "not in the history: Redis has lost the rollouts in a crash, and they may have been sampled again"
         )
         logger.warning("%s. The rewards are moved to the dead letters.", reason)
         self._outbox.add_dead_letters(HistoryStream.REWARDS, [(data, reason) for data in _encode_rewards(conflicts)])

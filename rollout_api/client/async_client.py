@@ -492,16 +492,17 @@ class AsyncRolloutClient(JobConnection):
 
         Args:
             rewards: reward by rollout id. If a reward is reported again, the later one counts. If Redis loses a rollout
-                in a crash after this client has received it, the job may sample it again with other tokens. Its reward
-                is then not recorded in the history but becomes part of a dead letter.
+                in a crash after this client has received it, the history does not have it, or has other tokens that
+                were sampled under its id. Its reward is then not recorded but becomes part of a dead letter.
 
         Raises:
             InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.
         """
         channel = self._connected.channel
         checked = [(rollout_id, self._check_reward(rollout_id, reward)) for rollout_id, reward in rewards.items()]
-        await self._check_known([RolloutId.parse(rollout_id) for rollout_id, _ in checked])
         digests = self._connected.results.digests
+        # Redis may have lost rollouts that were received.
+        await self._check_known([RolloutId.parse(rollout_id) for rollout_id, _ in checked if rollout_id not in digests])
         messages = []
         for start in range(0, len(checked), IDS_PER_MESSAGE):
             batch = dict(checked[start : start + IDS_PER_MESSAGE])

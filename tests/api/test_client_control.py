@@ -119,6 +119,14 @@ def test_rewards_name_the_tokens_that_were_received(client: RolloutClient, job: 
     assert {rollout.rollout_id: rollout.digest for rollout in received} == message.digests
 
 
+def test_rewards_of_received_rollouts_that_redis_has_lost_are_sent(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(), client.step(1, [[1, 2]]) as step:
+        received = list(step)
+    job.redis.delete(job.keys.ledger(RolloutId.parse(received[0].rollout_id).request_id))
+    client.report_rewards({rollout.rollout_id: 1.0 for rollout in received})
+    assert 1 == job.redis.xlen(job.keys.rewards)
+
+
 def test_the_digests_of_rollouts_received_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_request, "_MAX_DIGESTS", 2)
     requests = open_request.OpenRequests(open_request.Leftovers("t"))

@@ -13,3 +13,4 @@ def test_stub_engines_take_part_in_the_protocol() -> None:
     values = {figure.name: figure.value for figure in figures_of({}, [load])}
     assert values["CPU time per rollout, all processes, 4 trajectories"] > 0
     assert values["added by the message path, p50, 4 trajectories"] > 0
+    assert values["memory of Redis, 4 trajectories"] > 0

@@ -359,10 +359,11 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         for line in job.journal(rank).read_text().splitlines():
             step = json.loads(line)
             assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not complete"
-            received.update(list(step["rollouts"]))
-            requested |= set(step["rollouts"])
+            rollout_ids = [rollout_id for rollout_id, _ in step["rollouts"]]
+            received.update(rollout_ids)
+            requested |= set(rollout_ids)
             if rank == HTTP_RANK:
-                through_http |= set(step["rollouts"])
+                through_http |= set(rollout_ids)
     in_history = rollout_ids_in(client, HISTORY)
     lost = len(job.sampling.engines) - len(client.hgetall(KEYS.engines))
     print(

@@ -220,6 +220,17 @@ def test_a_reward_for_other_tokens_than_those_in_the_history_is_kept_apart(harne
     assert 1 == conflicts(harness)
 
 
+def test_a_reward_for_tokens_that_are_not_in_the_history_is_kept_apart(harness: RelayHarness) -> None:
+    """Redis has lost a rollout that the trainer had received, and it has not been sampled again yet."""
+    received = rollout(request(), 0)
+    harness.send(JOB.rewards, reward(received, 0.25))
+    harness.relay.drain()
+    [(letter, reason)] = dead_letters(harness)
+    assert reward(received, 0.25) == letter
+    assert received.rollout_id in reason
+    assert 1 == conflicts(harness)
+
+
 def test_rewards_wait_until_the_repeated_rollouts_of_all_problems_are_compared(harness: RelayHarness) -> None:
     asked = [request(str(number), n=1, problem_id=f"p{number}") for number in range(150)]
     harness.finish(*asked)

@@ -50,6 +50,11 @@ class ProcessSupervisor:
         if process is not None:
             self._clean(name, process)
 
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a process, without its descendants."""
+        with self._lock:
+            self._processes[name].send_signal(number)
+
     def processes(self, title: str) -> list[psutil.Process]:
         """Return the descendants of the supervised processes whose title is *title*, or starts with it and a dot."""
         found = []

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import redis
 
 from rollout_api.ports import free_port
@@ -160,6 +161,12 @@ class Server(Closing):
         """Return the URL of another user."""
         return self.url.replace(f"://{self._login}", f"://{user}:{password}@")
 
+    @property
+    def process(self) -> psutil.Process:
+        """The process of the server."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
     def client(self) -> Any:
         """Return a client of the default user that does not retry commands."""
         return redis.Redis.from_url(self.url, socket_timeout=5, retry=None, decode_responses=True)
@@ -180,6 +187,7 @@ class Server(Closing):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,
+            restore_signals=False,  # SIGXFSZ stays ignored, so that a limit of file sizes is an error like a full disk
         )
         with contextlib.closing(self.client()) as client:
             _wait_for(client.ping, message=f"redis-server does not answer; see {self.directory}/log")

@@ -57,7 +57,8 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers |= {writer, far_writer}
-        await asyncio.gather(self._pipe(reader, far_writer), self._pipe(far_reader, writer))
+        with suppress(asyncio.CancelledError):  # asyncio would report it
+            await asyncio.gather(self._pipe(reader, far_writer), self._pipe(far_reader, writer))
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):

@@ -250,7 +250,7 @@ def test_names_are_told_apart(name: str, expected: bool) -> None:
 
 
 def test_long_lines_are_redacted_in_linear_time() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for unit in ("a", "a.", "a-", "a=", "--a ", "a://", '\\"', "eyJ", "eyJ-"):
         REDACTOR.text(unit * 200_000)
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 30

@@ -49,7 +49,7 @@ _FIRST_BATCH, _MAX_BATCH = 64, 4096
 trips, so it has many entries while they are small.
 """
 _BATCH_BYTES = 8_000_000
-"""Approximate size of a stream's part of a batch, unless a single entry is larger."""
+"""Approximate size of a stream's part of a batch after the first one, unless a single entry is larger."""
 _COMPARED_PROBLEMS = 64
 """Maximum number of problems of which a batch reads all rollouts, to compare them with repeated ones. The repeated
 rollouts of further problems stay in the outbox for the next batches.
@@ -143,7 +143,8 @@ class Relay:
                         "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error
                     )
                 moved, self._failure = 0, error
-                self._max_entries = dict.fromkeys(self._max_entries, _FIRST_BATCH)  # larger entries may have arrived
+                # Larger entries may have arrived.
+                self._max_entries = {one: min(count, _FIRST_BATCH) for one, count in self._max_entries.items()}
             if self._failure is not None:
                 self._stopping.wait(_RETRY_DELAY_S)
             elif not self._was_full:
@@ -300,7 +301,7 @@ class Relay:
             reasons.append(errors[0] if errors else None)
             problems.append(set())
             for reward, entry in found if not errors else ():
-                # If the job does not know a rollout that a trainer has received, Redis has lost it.
+                # If the job does not know a rollout that a trainer has received, Redis has lost it, or it was long ago.
                 known = entry.digest.hex() if isinstance(entry, LedgerEntry) else ""
                 if reward.digest and reward.digest != known and (known or entry is None):
                     conflicts.append(reward)
@@ -322,8 +323,9 @@ class Relay:
     def _reject(self, conflicts: list[_Reward]) -> None:
         """Keep rewards for tokens that are not in the history as dead letters."""
         reason = (
-            f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for tokens that are "
-            "not in the history: Redis has lost the rollouts in a crash, and they may have been sampled again"
+            f"{len(conflicts)} rewards, among them that of rollout {conflicts[0].rollout_id}, are for tokens that the "
+            "job does not know: Redis has lost the rollouts in a crash, and they may have been sampled again; or they "
+            "ended more than seven days ago"
         )
         logger.warning("%s. The rewards are moved to the dead letters.", reason)
         self._outbox.add_dead_letters(HistoryStream.REWARDS, [(data, reason) for data in _encode_rewards(conflicts)])

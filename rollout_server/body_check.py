@@ -53,7 +53,7 @@ _OBJECTS = (
     "vllm_xargs",
 )
 """Fields that are objects on every route. vLLM's server reads some of them before it checks their types."""
-_COMPILED = ("structured_outputs", "response_format", "text", "tools")
+_COMPILED = ("structured_outputs", "response_format", "text")
 """Fields that are compiled to grammars. On some routes, ``text`` is a prompt, and on others an object with a schema."""
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Arguments of a tokenizer's ``apply_chat_template`` that its template reads."""
@@ -122,7 +122,7 @@ class BodyCheckMiddleware:
                 body = await asyncio.to_thread(checked_body, body, self._max_characters)
             elif body:
                 body = checked_body(body, self._max_characters)
-        except HTTPException as error:  # the body, or all bodies together, are too large
+        except HTTPException as error:  # the body is too large, or all bodies together are
             await error_response(HTTPStatus(error.status_code), error.detail)(scope, receive, send)
             return
         except BodyError as error:
@@ -177,13 +177,23 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     _check_values(fields, max_characters)
     _check_prompts(fields)
     has_guided_fields = _replace_guided_fields(fields)
-    for name in _COMPILED:
+    for name in (*_COMPILED, *(["tools"] if _constrain(fields) else [])):
         if isinstance(value := fields.get(name), dict | list):
             try:
                 check_size("it", value)
             except ValueError as error:
                 raise BodyError(name, str(error)) from None
     return json.dumps(fields).encode() if has_guided_fields else body
+
+
+def _constrain(fields: dict[str, Any]) -> bool:
+    """Return whether the tools of a body constrain the response, and are therefore compiled to a grammar."""
+    if fields.get("tool_choice") not in (None, "auto", "none"):
+        return True
+    tools = fields.get("tools")
+    objects = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    functions = [tool["function"] for tool in objects if isinstance(tool.get("function"), dict)]
+    return any(one.get("strict") for one in (*objects, *functions))
 
 
 def _exceeded_limit(body: bytes) -> str:

@@ -280,9 +280,13 @@ class RedisUserManager:
     async def _load_functions(self) -> None:
         found = await self._server.execute_command("FUNCTION", "LIST", "LIBRARYNAME", "rollout_*")
         # Each entry is a list of names and values, which begins with that of the library.
-        if not libraries().keys() <= {entry[1].decode() for entry in found}:
+        if libraries().keys() <= {entry[1].decode() for entry in found}:
+            return
+        try:
             await load_async(self._server)
             logger.info("Loaded the functions that users may call.")
+        except redis.exceptions.OutOfMemoryError as error:  # jobs of earlier releases still need their users
+            logger.warning("Loading functions failed and is retried: %s", error)
 
     async def _create_secret(self, user: RedisUser) -> None:
         """Create a user's Secret.

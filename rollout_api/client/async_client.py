@@ -493,7 +493,8 @@ class AsyncRolloutClient(JobConnection):
         Args:
             rewards: reward by rollout id. If a reward is reported again, the later one counts. If Redis loses a rollout
                 in a crash after this client has received it, the history does not have it, or has other tokens that
-                were sampled under its id. Its reward is then not recorded but becomes part of a dead letter.
+                were sampled under its id. Its reward is then not recorded but becomes part of a dead letter, and so
+                does that of a rollout that ended more than seven days ago.
 
         Raises:
             InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.

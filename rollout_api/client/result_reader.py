@@ -72,6 +72,7 @@ class ResultReader:
             for stream, entries in zip(self._positions, newest, strict=True)
         }
         self._written, self._missed_updates = int(written or 0), False
+        self._reported, self._next_report = (-1, -1), 0.0  # Redis may have lost the last report
         await self._report_read()
 
     async def run(self) -> None:
@@ -236,8 +237,10 @@ class ResultReader:
         """
         report = (self._written - self._requests.num_unread_bytes, self._written)
         if report != self._reported and time.monotonic() >= self._next_report:
-            for key, value in zip((self._keys.results_read, self._keys.results_noticed), report, strict=True):
-                await execute_even_when_full(self._client, key, "HSET", key, self._name, value)
+            values = zip((self._keys.results_read, self._keys.results_noticed), report, strict=True)
+            await asyncio.gather(  # in one round trip
+                *(execute_even_when_full(self._client, key, "HSET", key, self._name, value) for key, value in values)
+            )
             self._reported, self._next_report = report, time.monotonic() + _REPORT_INTERVAL_S
 
     async def ledger_states(self, requests: Sequence[OpenRequest]) -> list[list[bytes | None]]:

@@ -42,7 +42,7 @@ def check_size(name: str, value: Any) -> Any:
     Raises:
         ValueError: it has more than :data:`MAX_BYTES`, as a text or in JSON.
     """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if (size := len(text.encode())) > MAX_BYTES:
         raise ValueError(f"{name} has {size} bytes, but at most {MAX_BYTES} can be compiled; simplify it")
     return value

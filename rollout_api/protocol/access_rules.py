@@ -12,7 +12,7 @@ import sys
 
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys, job_uid_key
 
-_COMMANDS = ("+@all", "-@admin", "-@dangerous", "-@scripting", "+fcall", "+fcall_ro", "+info")
+_COMMANDS = ("+@all", "-@admin", "-@dangerous", "-@scripting", "+fcall", "+info")
 """All commands except those that administer the server, affect other users' keys, or let the user run code of its own.
 
 A script that does not end would block the server for everyone. The functions that may be called are those that an

@@ -274,13 +274,15 @@ class ClientRetryPolicy(RetryPolicy):
                 error,
             )
         else:
+            is_unusable = is_refused(error) or lacks_function(error)
             logger.warning(
-                "%s does not answer (%s: %s); retrying to %s for up to %.0f s.",
+                "%s %s (%s: %s); retrying to %s for up to %.0f s.",
                 self._server,
+                "cannot be used yet" if is_unusable else "does not answer",
                 type(error).__name__,
                 error,
                 action,
-                self._max_outage - outage,
+                (min(self._max_outage, MAX_REFUSAL_S) if is_unusable else self._max_outage) - outage,
             )
 
 
@@ -288,7 +290,7 @@ def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
     if is_refused(error):
         remedy = "correct the user name or password"
     elif lacks_function(error):
-        remedy = "then open the same step again"
+        remedy = "then try again"
     elif isinstance(error, redis.exceptions.NoPermissionError):
         remedy = "extend the user's ACL"
     elif isinstance(error, redis.exceptions.AskError):

@@ -144,7 +144,7 @@ def _counters(status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         "engines_lost": ("Engines that this coordinator has lost.", status["engines_lost"]),
         "dead_letters": ("Messages that this coordinator has moved to the dead letters.", status["dead_letters"]),
         "conflicts": (
-            "Rewards and rollouts that were refused because the history lacks the rollout or has it with other tokens.",
+            "Rewards and rollouts that were refused because the job does not know these tokens.",
             status["conflicts"],
         ),
     }

@@ -31,8 +31,11 @@ class RolloutPlacer:
     ) -> None:
         self._state, self._job_store, self._orders = state, job_store, orders
         self._max_unread_bytes = max_unread_bytes
-        self._last_signs: dict[str, tuple[int | None, float]] = {}
-        """Client → bytes of its results that it had noticed at its last sign of life, and ``time.monotonic()`` then."""
+        self._last_signs: dict[str, tuple[tuple[int, int | None], float]] = {}
+        """Client → bytes of its results that it had read and noticed at its last sign of life, and ``time.monotonic()``
+        then."""
+        self._last_check = 0.0
+        """``time.monotonic()`` of the last search for signs of life."""
         self._last_requests: dict[str, float] = {}
         """Client → ``time.monotonic()`` at which it last had open requests and was not silent."""
 
@@ -64,11 +67,16 @@ class RolloutPlacer:
     def _find_silent_clients(self, progress: Mapping[str, ResultProgress]) -> frozenset[str]:
         """Return the clients that have not noticed new results for too long."""
         now = time.monotonic()
+        has_paused = now - self._last_check > self._state.limits.silent_client_s
+        if has_paused:  # while Redis was unreachable, nobody could notice anything
+            self._last_signs.clear()
+        self._last_check = now
         signs = {}
         for client, one in progress.items():
-            noticed, noticed_at = self._last_signs.get(client, (None, now))
-            is_waiting = one.noticed is not None and one.noticed < one.written and one.noticed == noticed
-            signs[client] = (one.noticed, noticed_at if is_waiting else now)
+            sign, seen_at = self._last_signs.get(client, (None, now))
+            # A client of an earlier release only tells what it reads.
+            is_waiting = one.noticed is not None and one.noticed < one.written and (one.read, one.noticed) == sign
+            signs[client] = ((one.read, one.noticed), seen_at if is_waiting else now)
         self._last_signs = signs
         return frozenset(
             client for client, (_, since) in signs.items() if now - since > self._state.limits.silent_client_s

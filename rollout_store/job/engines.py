@@ -70,6 +70,8 @@ class EngineReport:
     """Version of the engine's full weights, regardless of an adapter."""
     sampled_version: int | None = None
     """Newest weight version of which the engine has returned log-probabilities, all finite; None if there is none."""
+    unusable_version: int | None = None
+    """Newest weight version with which an output of the engine could not be used; None if there is none."""
     missed: int | None = None
     """Version of weights from a trainer's memory that the engine should have but has not received."""
     paused: str = ""

@@ -132,8 +132,9 @@ def _of_messages(status: CoordinatorStatus) -> Iterator[Problem]:
         )
     if conflicts := status.get("conflicts", 0):  # an earlier release does not count them
         yield Problem(
-            f"{conflicts} rewards or rollouts were not recorded, because the history lacks their rollouts, or has them "
-            "with other tokens: Redis lost them in a crash, and they may have been sampled again",
+            f"{conflicts} rewards or rollouts were not recorded, because the job does not know their tokens: Redis "
+            "lost rollouts in a crash, and they may have been sampled again, or rewards came more than seven days "
+            "later",
             "Redis should write every change to disk at once (appendfsync always), or keep replicas, so that it loses "
             "nothing. The newest dead letters have the refused rewards, and the beginning of each refused rollout.",
         )

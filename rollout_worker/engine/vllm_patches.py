@@ -197,12 +197,15 @@ def reset_failed_reload(model: Any) -> None:
 
 
 def is_finite(tensor: Any) -> bool:
-    """Return whether all values of a torch tensor are finite; true of integers and of numbers of less than 8 bits."""
+    """Return whether all values of a torch tensor are finite; true of data types that are not checked.
+
+    These are integers, and the formats of 8 bits and less that only scales have.
+    """
     import torch
 
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # The magnitude, the lower seven bits, from which on numbers are infinite or NaN. Other formats are those of scales.
+    # The magnitude, the lower seven bits, from which on numbers are infinite or NaN.
     limits = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
     if (limit := limits.get(tensor.dtype)) is not None:
         return int((tensor.view(torch.uint8) & 0x7F).amax()) < limit

@@ -45,7 +45,7 @@ class RolloutExecutor:
     goes wrong with a rollout concerns that rollout alone, which ends as failed: another engine would most likely end in
     the same way. But if rollouts of many requests fail unexpectedly and none succeeds, the engine is the likely cause.
     Its part ends, too, because it would be assigned more and more rollouts, as it ends them faster than other engines.
-    The same applies if its output cannot be used although the weights work, because a GPU may compute NaN.
+    The same applies if its output cannot be used although the weights work elsewhere, because a GPU may compute NaN.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class RolloutExecutor:
             if self._unusable_version != self._engine.weight_version:
                 self._unusable_version = self._engine.weight_version
                 self._unusable_requests.clear()
-            failed, limit, how = self._unusable_requests, MAX_UNUSABLE_REQUESTS, " with weights that work"
+            self._lease.report.unusable_version = self._unusable_version
+            failed, limit, how = self._unusable_requests, MAX_UNUSABLE_REQUESTS, " with weights that work elsewhere"
         failed.add(running.assignment.request_id)
         if len(failed) < limit:
             return
@@ -150,13 +151,13 @@ class RolloutExecutor:
         ) from error
 
     async def _weights_work(self) -> bool:
-        """Return whether an engine, maybe this one before, has sampled finite log-probabilities with these weights.
+        """Return whether another engine has sampled with these weights, and all of its output was finite.
 
-        Otherwise, the weights are the likely cause, and every engine would fail, and be restarted, one after another.
+        Otherwise, the weights are the likely cause, maybe with some prompts only, and every engine would fail, and be
+        restarted, one after another.
         """
-        version, others = self._engine.weight_version, await retry_async(self._job_store.engines.engines)
-        reports = [self._lease.report, *(report for report, _ in others.values())]
-        return any(report.sampled_version == version for report in reports)
+        version, engines = self._engine.weight_version, await retry_async(self._job_store.engines.engines)
+        return any(report.sampled_version == version != report.unusable_version for report, _ in engines.values())
 
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment

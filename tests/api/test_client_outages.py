@@ -214,6 +214,9 @@ async def test_results_stay_in_redis_until_they_are_taken(redis_url: str, job: F
         await asyncio.to_thread(wait_for, lambda: num_unread_bytes(job) == written)
         noticed = job.keys.results_noticed
         await asyncio.to_thread(wait_for, lambda: written == int(job.redis.hget(noticed, "trainer") or 0))
+        job.redis.delete(noticed)  # as if Redis had lost the report in a crash
+        job.break_connections()
+        await asyncio.to_thread(wait_for, lambda: written == int(job.redis.hget(noticed, "trainer") or 0))
         [first] = await step.take(1) or []
         await asyncio.to_thread(wait_for, lambda: 0 < num_unread_bytes(job) < written)
         others = [rollout async for rollout in step]

@@ -548,12 +548,14 @@ class TestDeadClients:
         """A trainer that updates its policy takes no results, but its client is told about them."""
 
         async def scenario(job: CoordinatorHarness) -> None:
-            async with job.coordinator(limits=self.LIMITS), job.engine("a", max_running=2):
+            # A client reports twice a second.
+            limits = replace(FAST, silent_client_s=3.0)
+            async with job.coordinator(limits=limits), job.engine("a", max_running=2):
                 job.send(JOB.requests, request("other", reply_to="other", min_weight_version=5))
                 async with self.client(job, "busy") as busy, busy.step(0, self.PROMPTS) as step:
                     for _ in self.PROMPTS:
                         await job.inbox("a", 1)
-                        await asyncio.sleep(2 * self.LIMITS.silent_client_s / len(self.PROMPTS))
+                        await asyncio.sleep(2 * limits.silent_client_s / len(self.PROMPTS))
                         assert ["busy"] == await self.finish_running(job, 1)
                         assert not job.status["silent_clients"]
                     assert len(self.PROMPTS) == len([rollout async for rollout in step])

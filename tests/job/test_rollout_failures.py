@@ -175,16 +175,18 @@ NOT_FINITE = UnusableOutputError("some are NaN")
 NUM_REQUESTS = 200
 
 
-def engine_of_not_finite(failing: bool = True) -> StubEngine:
+def engine_of_not_finite() -> StubEngine:
     engine = StubEngine(raising(NOT_FINITE))
-    engine.failing = {f"p{index}" for index in range(NUM_REQUESTS)} if failing else set()
+    engine.failing = {f"p{index}" for index in range(NUM_REQUESTS)}
     return engine
 
 
 async def assert_ends(engine: str, job: LiveJob, client: AsyncRolloutClient) -> None:
     """Check that an engine ends once it has failed with many requests, and that others get those that follow."""
     async with client.step(2, prompts(NUM_REQUESTS)) as step:
-        with pytest.raises(EngineError, match=r"rollouts of 32 requests .* with weights that work.*some are NaN"):
+        with pytest.raises(
+            EngineError, match=r"rollouts of 32 requests .* with weights that work elsewhere.*some are NaN"
+        ):
             await job.tasks.pop(engine)
         del job.workers[engine]
         job.start_worker("next", StubEngine(result))  # type: ignore[arg-type]
@@ -218,15 +220,26 @@ def test_an_engine_that_fails_with_weights_that_work_elsewhere_is_faulty(redis_u
     run(redis_url, StubEngine(result), scenario)
 
 
-def test_an_engine_that_fails_with_weights_with_which_it_has_sampled_is_faulty(redis_url: str) -> None:
-    engine = engine_of_not_finite(failing=False)
+def test_weights_with_which_the_model_sometimes_overflows_end_no_engine(redis_url: str) -> None:
+    """A request that fails does so at once, so that many may fail before any other ends."""
+    overflowing = engine_of_not_finite()
+    overflowing.failing = {"p3"}
 
     async def scenario(job: LiveJob, client: AsyncRolloutClient) -> None:
-        await gather(client, 1, prompts(3))
-        engine.failing = engine_of_not_finite().failing
-        await assert_ends("engine", job, client)
+        engine = job.workers["engine"].engine_id
+        await gather(client, 1, prompts(4))
 
-    run(redis_url, engine, scenario)
+        def has_both() -> bool:
+            report = EngineReport.read(job.redis.hget(job.keys.engines, engine))
+            return 0 == report.sampled_version == report.unusable_version
+
+        await job.until(has_both)
+        job.start_worker("other", engine_of_not_finite())  # type: ignore[arg-type]
+        rollouts = await gather(client, 2, prompts(NUM_REQUESTS))
+        assert NUM_REQUESTS * NUM_ROLLOUTS == len(rollouts)
+        job.check()
+
+    run(redis_url, overflowing, scenario)
 
 
 def test_the_coordinator_ends_a_rollout_whose_failure_cannot_be_recorded(redis_url: str) -> None:

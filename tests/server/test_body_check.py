@@ -48,7 +48,7 @@ CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "one two"}
         ),
         (json.dumps({"prompt": ["a"] * 5000}), "prompt", "at most 4096 prompts"),
         *(
-            (json.dumps({name: value}), name, "bytes, but at most 65536 can be compiled")
+            (json.dumps({name: value, "tool_choice": "required"}), name, "bytes, but at most 65536 can be compiled")
             for name, value in [
                 ("structured_outputs", {"regex": "a" * 70_000}),
                 ("response_format", {"json_schema": {"schema": {"enum": ["a" * 70_000]}}}),

@@ -177,7 +177,7 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     _check_values(fields, max_characters)
     _check_prompts(fields)
     has_guided_fields = _replace_guided_fields(fields)
-    for name in (*_COMPILED, *(["tools"] if _constrain(fields) else [])):
+    for name in (*_COMPILED, *(["tools"] if _has_compiled_tools(fields) else [])):
         if isinstance(value := fields.get(name), dict | list):
             try:
                 check_size("it", value)
@@ -186,7 +186,7 @@ def checked_body(body: bytes, max_characters: int) -> bytes:
     return json.dumps(fields).encode() if has_guided_fields else body
 
 
-def _constrain(fields: dict[str, Any]) -> bool:
+def _has_compiled_tools(fields: dict[str, Any]) -> bool:
     """Return whether the tools of a body constrain the response, and are therefore compiled to a grammar."""
     if fields.get("tool_choice") not in (None, "auto", "none"):
         return True

@@ -23,7 +23,6 @@ _METHOD = "custom_class"
 _ACCEPTED_METHOD = "ngram_gpu"
 """A method that vLLM's configuration permits with V2 and asynchronous scheduling."""
 _INSTALLED = "_das_rollout_original"
-_MATCHING_TIME = "_das_rollout_matching_s"
 _MAX_MATCHING_S, _MATCHING_S_PER_TOKEN = 2.0, 0.001
 """CPU time for comparing a response with its grammar: at most the first number, plus the second for each token.
 
@@ -262,31 +261,39 @@ def uniform_lengths(max_draft_tokens: int) -> list[int]:
     return sorted({0, *powers, max_draft_tokens})
 
 
-def _limit_matching(refused: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """End a response of a job's engine if comparing it with its grammar takes too long.
+def _compile_grammar(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_grammar(self: Any, *args: Any, **kwargs: Any) -> Any:
+        grammar = original(self, *args, **kwargs)
+        if self.vllm_config.parallel_config.worker_extension_cls.startswith(EXTENSIONS):
+            _limit_matching(grammar)
+        return grammar
+
+    return compile_grammar
+
+
+def _limit_matching(grammar: Any) -> None:
+    """Let a grammar of xgrammar reject all tokens, so that its response ends, once comparing them takes too long.
 
     vLLM compares the tokens of each step between two steps of the whole batch, so that a single request would otherwise
     stop an engine. xgrammar has no limit of its own (seen in 0.2.8).
-
-    Args:
-        refused: what the function returns if a grammar permits none of the tokens.
-        original: ``accept_tokens`` or ``validate_tokens`` of vLLM's ``StructuredOutputManager``.
     """
+    spent = 0.0
 
-    def match(self: Any, request: Any, tokens: list[int]) -> Any:
-        extension = self.vllm_config.parallel_config.worker_extension_cls
-        if not request.use_structured_output or not extension.startswith(EXTENSIONS):
-            return original(self, request, tokens)
-        begun = time.thread_time()  # not the time of the clock, which passes for other processes, too
-        result = original(self, request, tokens)
-        spent = getattr(request, _MATCHING_TIME, 0.0) + time.thread_time() - begun
-        setattr(request, _MATCHING_TIME, spent)
-        if spent <= _MAX_MATCHING_S + _MATCHING_S_PER_TOKEN * request.num_output_tokens:
+    def limited(match: Callable[..., Any], rejection: Callable[[], Any]) -> Callable[..., Any]:
+        def limited_match(*args: Any) -> Any:
+            nonlocal spent
+            if spent > _MAX_MATCHING_S + _MATCHING_S_PER_TOKEN * grammar.num_processed_tokens:
+                logger.warning("A response ends, because comparing it with its grammar has taken %.1f s.", spent)
+                return rejection()
+            begun = time.thread_time()  # not the time of the clock, which passes for other processes, too
+            result = match(*args)
+            spent += time.thread_time() - begun
             return result
-        logger.warning("Request %s ends: comparing it with its grammar has taken %.1f s.", request.request_id, spent)
-        return refused
 
-    return match
+        return limited_match
+
+    grammar.accept_tokens = limited(grammar.accept_tokens, bool)
+    grammar.validate_tokens = limited(grammar.validate_tokens, list)
 
 
 def register() -> None:
@@ -296,13 +303,12 @@ def register() -> None:
     effect.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
     from rollout_api.weights.gloo import GLOO
 
     install()
-    replace(StructuredOutputManager, "accept_tokens", functools.partial(_limit_matching, False))
-    replace(StructuredOutputManager, "validate_tokens", functools.partial(_limit_matching, []))
+    replace(XgrammarBackend, "compile_grammar", _compile_grammar)
     if GLOO not in WeightTransferEngineFactory._registry:
         module = "rollout_worker.engine.gloo_weight_transfer"
         WeightTransferEngineFactory.register_engine(GLOO, module, "GlooWeightTransferEngine")

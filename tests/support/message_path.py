@@ -168,8 +168,9 @@ class Storage:
         process.rlimit(psutil.RLIMIT_FSIZE, (self._append_only_file.stat().st_size, hard))
         time.sleep(STOP_S)
         if self.setting is Setting.ALWAYS:  # it cannot take back what it has executed, so it has ended
-            has_ended = lambda: process.status() == psutil.STATUS_ZOMBIE  # noqa: E731
-            wait_for(has_ended, TIMEOUT_S, "Redis has not noticed its full disk.")
+            wait_for(
+                lambda: process.status() == psutil.STATUS_ZOMBIE, TIMEOUT_S, "Redis has not noticed its full disk."
+            )
             self._server.restart()
         else:
             with contextlib.closing(self._server.client()) as client:
@@ -355,8 +356,11 @@ class MessagePathJob:
         with (self._directory / "second-coordinator.log").open("ab") as log:
             second = subprocess.Popen(self._service(Service.COORDINATOR), stdout=log, stderr=log)
         try:
-            has_taken_over = lambda: self.storage.redis.get(self._keys.fencing_token) != number  # noqa: E731
-            wait_for(has_taken_over, TIMEOUT_S, "The second coordinator does not take over.")
+            wait_for(
+                lambda: self.storage.redis.get(self._keys.fencing_token) != number,
+                TIMEOUT_S,
+                "The second coordinator does not take over.",
+            )
             time.sleep(1.0)
             self.supervisor.send_signal(Service.COORDINATOR, signal.SIGCONT)
             wait_for(
@@ -385,11 +389,17 @@ class MessagePathJob:
     def finish(self) -> None:
         """Let the trainers end, and wait until the job has moved everything to the history."""
         self._stop_file.touch()
-        ended = lambda: all(self.supervisor.ended(name) == 0 for name in TRAINERS)  # noqa: E731
-        wait_for(ended, TIMEOUT_S, lambda: f"The trainers do not end; {self.logs()}")
+        wait_for(
+            lambda: all(self.supervisor.ended(name) == 0 for name in TRAINERS),
+            TIMEOUT_S,
+            lambda: f"The trainers do not end; {self.logs()}",
+        )
         streams = (self._keys.requests, self._keys.outbox, self._keys.rewards)
-        is_drained = lambda: not any(self.storage.redis.xlen(stream) for stream in streams)  # noqa: E731
-        wait_for(is_drained, TIMEOUT_S, lambda: f"Requests, rollouts or rewards remain; {self.logs()}")
+        wait_for(
+            lambda: not any(self.storage.redis.xlen(stream) for stream in streams),
+            TIMEOUT_S,
+            lambda: f"Requests, rollouts or rewards remain; {self.logs()}",
+        )
 
     def kept(self) -> dict[str, str]:
         """Return the digest of each rollout that Redis knows to be finished, by rollout id."""

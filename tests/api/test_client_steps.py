@@ -270,7 +270,7 @@ OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(sta
                 ({"structural_tag": "x"}, "structural_tag must be a JSON object"),
                 ({"regex": "é" * 40_000}, "regex has 80000 bytes, but at most 65536 can be compiled"),
                 ({"json": {"enum": ["x" * 70_000]}}, "json has 70014 bytes, but at most 65536"),
-                ({"choice": ["x" * 40_000] * 2}, "choice has 80008 bytes, but at most 65536"),
+                ({"choice": ["x" * 40_000] * 2}, "choice has 80007 bytes, but at most 65536"),
             ]
         ),
         (

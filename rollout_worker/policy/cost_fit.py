@@ -212,4 +212,6 @@ def _solve(features: Floats, values: Floats, weights: Floats, prior: Floats, pri
         if (solution >= 0).all():
             break
         active &= solution > 0
+    else:  # all of them are at their limits
+        solution[:] = 0.0
     return solution + floor

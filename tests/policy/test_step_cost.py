@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_worker.policy import cost_fit
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.step_cost import CPU, H100_7B, CudaGraphs, StepCost
 from tests.support.draft_policies import COSTS
@@ -153,6 +154,12 @@ def test_the_fit_follows_a_change_of_the_cost() -> None:
     for step in random_steps(slower, 1500, seed=1):
         fit.observe(step)
     assert slower.base_s == pytest.approx(fit.cost.base_s, rel=0.15)
+
+
+def test_no_coefficient_is_below_its_limit_even_if_all_would_be() -> None:
+    prior = np.ones(3)
+    solution = cost_fit._solve(np.ones((1, 3)), np.array([-10.0]), np.ones(1), prior, prior_weight=0.1)
+    assert (0.01 * prior == solution).all()
 
 
 @settings(max_examples=50, deadline=None)
